@@ -1,0 +1,93 @@
+"""How every Pagemill process reads its options: flags over environment over a config file over defaults.
+
+Each option of a settings class is a ``--kebab-case`` flag, a ``PAGEMILL_SNAKE_CASE`` variable and a key of the YAML
+or TOML file named by ``--config``. Keys that a class does not know are refused on the command line and in a file
+section of its own, and ignored in the environment (one environment serves all processes).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import Field, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+    YamlConfigSettingsSource,
+)
+
+S = TypeVar("S", bound="ServiceSettings")
+
+
+class ServiceSettings(BaseSettings):
+    """Base of the settings class of each process. Frozen after loading."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="PAGEMILL_",
+        frozen=True,
+        extra="ignore",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+    prog: ClassVar[str] = "pagemill"
+    """Name in --help and messages."""
+    _file: ClassVar[Path | None] = None
+
+    config: Path | None = Field(default=None, description="YAML or TOML file with options (keys in snake_case)")
+    log_level: str = Field(default="info", description="debug, info, warning or error", pattern="^(debug|info|warning|error)$")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Order of precedence; the command line comes first through `load`."""
+        sources: list[PydanticBaseSettingsSource] = [init_settings, env_settings]
+        if cls._file is not None:
+            kind = TomlConfigSettingsSource if cls._file.suffix == ".toml" else YamlConfigSettingsSource
+            sources.append(kind(settings_cls, cls._file))
+        return tuple(sources)
+
+
+def load(settings_type: type[S], argv: list[str]) -> S:
+    """Settings from `argv`, environment and file; exits with one clear line (status 2) if they do not hold."""
+    settings_type._file = _config_file(argv)
+    if settings_type._file is not None and not settings_type._file.is_file():
+        _refuse(settings_type, f"--config: no such file: {settings_type._file}")
+    try:
+        cli: Any = CliSettingsSource(settings_type, cli_parse_args=argv, cli_prog_name=settings_type.prog)
+        return settings_type(_cli_settings_source=cli)  # type: ignore[call-arg]
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = "--" + "-".join(str(part).replace("_", "-") for part in first["loc"])
+        _refuse(settings_type, f"{name}: {first['msg']} (got {first.get('input')!r})")
+        raise AssertionError from error
+
+
+def _config_file(argv: list[str]) -> Path | None:
+    for i, arg in enumerate(argv):
+        if arg == "--config" and i + 1 < len(argv):
+            return Path(argv[i + 1])
+        if arg.startswith("--config="):
+            return Path(arg.removeprefix("--config="))
+    name = os.environ.get("PAGEMILL_CONFIG")
+    return Path(name) if name else None
+
+
+def _refuse(settings_type: type[ServiceSettings], line: str) -> None:
+    sys.stderr.write(f"{settings_type.prog}: {line}\n")
+    raise SystemExit(2)

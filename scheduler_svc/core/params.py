@@ -1,0 +1,95 @@
+"""The numbers the scheduler core works with, validated before they come here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NewType
+
+SeqId = NewType("SeqId", int)
+"""Names one sequence for the life of a scheduler; made by the engine, never reused."""
+
+
+class QueuePolicy(Enum):
+    """In which order waiting sequences are considered; see `queues`."""
+
+    FCFS = "fcfs"
+    PRIORITY = "priority"
+    LENGTH_AWARE = "length-aware"
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """What an operator may tune. Counts are per step unless they say otherwise."""
+
+    max_num_batched_tokens: int = 512
+    """Token budget of one step, decode rows included."""
+    max_num_seqs: int = 64
+    """Most sequences running at once."""
+    max_prefill_chunk: int = 256
+    """Most prompt tokens of one sequence in one step, so that a long prompt cannot take a whole step."""
+    queue_policy: QueuePolicy = QueuePolicy.LENGTH_AWARE
+    max_skip_ahead: int = 8
+    """How many sequences may be admitted past one that does not fit now, before admission waits for it."""
+    watermark: float = 0.01
+    """Share of the device blocks kept free at admission, so that running sequences can grow without preemption."""
+    pipeline_depth: int = 2
+    """Most plans whose results are not in; 2 hides scheduling and the wire behind execution."""
+    max_queue_requests: int = 10_000
+    """Waiting sequences beyond this are refused with QUEUE_FULL."""
+    max_queue_tokens: int = 50_000_000
+    """Waiting prompt tokens beyond this are refused with QUEUE_FULL."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorLimits:
+    """What one executor said in its hello."""
+
+    block_size: int
+    """Token positions per block."""
+    num_device_blocks: int
+    max_rows: int
+    max_tokens: int
+    num_lanes: int
+    """Lane ids are below this; at least max_num_seqs * (pipeline_depth + 1)."""
+    max_model_len: int
+    """Most tokens of one sequence, prompt and output."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSpec:
+    """How tokens are chosen, opaque to the core: it goes into Admit unread."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    min_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSpec:
+    """One submitted sequence."""
+
+    seq_id: SeqId
+    prompt_ids: list[int]
+    """At least one; never written to afterwards."""
+    max_tokens: int
+    """Most output tokens, at least 1; the core lowers it to what the context limit allows."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Ids that end the sequence, end-of-sequence ids included. Not honoured before sampling.min_tokens outputs."""
+    sampling: SamplingSpec = field(default_factory=SamplingSpec)
+    choice_index: int = 0
+    priority: int = 0
+    """Higher runs first, under every policy but FCFS."""
+    emitted_ids: list[int] = field(default_factory=list)
+    """Output already delivered before a resubmission; generation goes on behind it."""
+    arrival: float = 0.0
+    """Seconds on the clock that `now` arguments use."""
+    deadline: float | None = None
+    """Seconds on that clock; past it the sequence is dropped wherever it is."""
+    queue_deadline: float | None = None
+    """Past it the sequence is dropped if it has never run."""
+    group: int = 0
+    """Who the tokens are for (the engine's number of a gateway); events are batched by it. The core only carries it."""
