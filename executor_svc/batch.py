@@ -1,0 +1,80 @@
+"""What the worker hands the model runner for one step, and what it asks of a runner.
+
+The worker builds a `Batch` from the mirrored lanes; only the runner touches KV bytes. Row i owns the tokens
+``sum(query_lens[:i]) .. sum(query_lens[:i + 1])`` of the flat columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step's tokens. Decode rows (one token) and chunks of prompts may be mixed, in any order of rows.
+
+    Positions of a row are consecutive and end at ``context_lens[i] - 1``; the KV of every earlier position of the
+    row is in its blocks already, or is written by this very batch. No slot occurs twice.
+    """
+
+    token_ids: torch.Tensor
+    """(num_tokens,) int64, each in [0, vocab_size); rows one after another."""
+    positions: torch.Tensor
+    """(num_tokens,) int64."""
+    slot_mapping: torch.Tensor
+    """(num_tokens,) int64: block_id * block_size + offset, where the token's keys and values go."""
+    query_lens: list[int]
+    """Tokens per row, at least 1 each."""
+    context_lens: list[int]
+    """Positions of the row that exist after this step, cached ones included; at least the row's query_len."""
+    block_tables: torch.Tensor
+    """(num_rows, width) int32, 0-padded; width covers the longest row of the batch, not more than it needs."""
+    sample_rows: list[int]
+    """Rows that sample, ascending. Empty: no logits are wanted, the forward only writes KV."""
+
+
+class ModelRunner(Protocol):
+    """A loaded model with its paged KV pool on one device.
+
+    Before `allocate_kv` there is no pool and neither `forward` nor `copy_blocks` may be called. Calls come from one
+    thread at a time. A method that raises has changed nothing but KV bytes of slots in its own batch.
+    """
+
+    vocab_size: int
+    """Number of token ids; the width of the logits."""
+    max_model_len: int
+    """Positions the model can address."""
+    block_size: int
+    """Token positions per block."""
+    num_blocks: int
+    """Blocks in the pool; 0 before `allocate_kv`."""
+    bytes_per_block: int
+    """Of one block over all layers, keys and values."""
+    weight_bytes: int
+    """Of weights and other buffers that stay for the life of the runner."""
+    dtype_name: str
+    """Of weights and activations, such as "bfloat16"."""
+    kv_dtype_name: str
+    device_name: str
+    """In words, such as "cpu: 2 threads"."""
+    attention_name: str
+    """The attention backend chosen."""
+    model_name: str
+    fingerprint: str
+    tokenizer_hash: str
+
+    def allocate_kv(self, num_blocks: int) -> None:
+        """Replace the pool by one of `num_blocks` zeroed blocks; the old one's memory is given back first."""
+        ...
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Write the batch's KV; returns logits (len(batch.sample_rows), vocab_size) float32, in that order."""
+        ...
+
+    def copy_blocks(self, src: SequenceABC[int], dst: SequenceABC[int]) -> None:
+        """Copy whole blocks, pair by pair in order, within the pool."""
+        ...
