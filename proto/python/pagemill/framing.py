@@ -41,7 +41,7 @@ class Channel(Generic[E]):
     """
 
     def __init__(self, envelope_type: type[E]) -> None:
-        self._envelope_type = envelope_type
+        self._envelope_type: type[E] = envelope_type
         self.epoch = 0
         self.sent_seq = 0
         self.received_seq = 0
@@ -75,6 +75,9 @@ class Channel(Generic[E]):
         if body == "hello":  # negotiates the protocol itself and belongs to no epoch
             self.received_seq = envelope.seq
             return envelope
+        return self._judge(envelope)
+
+    def _judge(self, envelope: E) -> E | None:
         if envelope.protocol != PROTOCOL:
             return self._drop(Drop.PROTOCOL)
         if envelope.epoch < self.epoch:
@@ -87,5 +90,6 @@ class Channel(Generic[E]):
             self.acked_seq = max(self.acked_seq, envelope.ack)
         return envelope
 
-    def _drop(self, reason: Drop) -> None:
+    def _drop(self, reason: Drop) -> E | None:
         self.dropped[reason] += 1
+        return None
