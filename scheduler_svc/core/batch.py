@@ -1,0 +1,75 @@
+"""The rows of one plan: decode rows first, then chunks, within the token budget."""
+
+from __future__ import annotations
+
+from scheduler_svc.core.params import SeqId
+from scheduler_svc.core.plan import StepPlan
+from scheduler_svc.core.running import InFlight, RunningSet
+from scheduler_svc.core.sequence import Sequence
+
+
+class BatchBuilder:
+    """Adds rows to a plan and moves `num_planned` of their sequences along.
+
+    `max_seqs` is at most the budget and at most the rows an executor takes, so decode rows always fit.
+    """
+
+    __slots__ = ("_chunked", "_counts", "_plan", "_running", "_silent", "num_prefill_tokens", "num_tokens_left", "rows")
+
+    def __init__(self, running: RunningSet, plan: StepPlan) -> None:
+        self._running = running
+        self._plan = plan
+        self.rows: list[Sequence] = []
+        self._counts: list[int] = []
+        """Tokens of the rows behind the decode rows."""
+        self._silent: set[int] = set()
+        self._chunked: set[SeqId] = set()
+        self.num_tokens_left = running.limits.max_tokens
+        self.num_prefill_tokens = 0
+
+    def add_decodes(self) -> None:
+        """One row for each decoding sequence that has a slot for its next position and may have another token."""
+        step_id = self._plan.step_id
+        self.rows = rows = [seq for seq in self._running.decoding if seq.num_planned < seq.horizon]
+        for seq in rows:
+            seq.num_planned += 1
+            seq.last_step_id = step_id
+        self.num_tokens_left -= len(rows)
+
+    def add_chunks(self, at_least: int | None) -> None:
+        """A row for each prefilling sequence of at least that priority (None: any), as long as tokens are left.
+
+        Each gets one chunk per plan, whoever asks twice.
+        """
+        max_chunk = self._running.limits.max_chunk
+        for seq in self._running.prefilling:
+            if not self.num_tokens_left or (at_least is not None and seq.priority < at_least):
+                break
+            if seq.seq_id in self._chunked:
+                continue
+            self._chunked.add(seq.seq_id)
+            count = min(self.num_tokens_left, max_chunk, seq.prefill_len - seq.num_planned)
+            seq.num_planned += count
+            seq.num_prefilled += count
+            seq.last_step_id = self._plan.step_id
+            if seq.num_planned < seq.prefill_len:
+                self._silent.add(len(self.rows))
+            self.rows.append(seq)
+            self._counts.append(count)
+            self.num_tokens_left -= count
+            self.num_prefill_tokens += count
+
+    def close(self) -> InFlight:
+        """Writes the batch into the plan and returns the record of it for the result."""
+        plan, running = self._plan, self._running
+        num_decodes = len(self.rows) - len(self._counts)
+        lanes = [seq.lane for seq in self.rows]
+        plan.num_rows = len(lanes)
+        plan.num_tokens = running.limits.max_tokens - self.num_tokens_left
+        is_all_single = plan.num_tokens == plan.num_rows
+        plan.repeat_decode = bool(lanes) and is_all_single and lanes == running.last_row_lanes
+        if not plan.repeat_decode:
+            plan.row_lanes = lanes
+            plan.row_num_tokens = None if is_all_single else [1] * num_decodes + self._counts
+        running.last_row_lanes = lanes
+        return InFlight(plan.step_id, self.rows, frozenset(self._silent))

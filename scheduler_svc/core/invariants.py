@@ -1,0 +1,73 @@
+"""`check`: the scheduler's books against each other. Called when idle in production and after every step in tests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from cache_svc.blocks.invariants import check_pool
+from scheduler_svc.core.params import SeqId
+from scheduler_svc.core.queues import WaitingQueue
+from scheduler_svc.core.running import RunningSet
+from scheduler_svc.core.sequence import NO_LANE, Sequence, SequenceState
+
+
+def check(
+    sequences: Mapping[SeqId, Sequence], waiting: WaitingQueue, running: RunningSet | None, pipeline_depth: int
+) -> list[str]:
+    """What is wrong, one line each; empty when nothing is. Changes nothing."""
+    problems: list[str] = []
+    by_state = Counter(seq.state for seq in sequences.values())
+    if by_state[SequenceState.FINISHED]:
+        problems.append(f"{by_state[SequenceState.FINISHED]} finished sequences are still known")
+    if by_state[SequenceState.WAITING] != len(waiting):
+        problems.append(f"{by_state[SequenceState.WAITING]} sequences wait, {len(waiting)} are queued")
+    queued = [seq for seq in sequences.values() if seq.state is SequenceState.WAITING]
+    if sum(seq.service for seq in queued) != waiting.num_tokens:
+        problems.append(f"{waiting.num_tokens} tokens are counted as waiting")
+    problems.extend(f"waiting sequence {s.seq_id} holds something" for s in queued if _holds_something(s))
+    num_running = 0 if running is None else running.num_running
+    if by_state[SequenceState.RUNNING] != num_running:
+        problems.append(f"{by_state[SequenceState.RUNNING]} sequences run, {num_running} are counted")
+    if running is not None:
+        problems.extend(_check_running(running, pipeline_depth))
+    return problems
+
+
+def _holds_something(seq: Sequence) -> bool:
+    return seq.lane != NO_LANE or seq.table is not None or bool(seq.num_reserved)
+
+
+def _check_running(running: RunningSet, pipeline_depth: int) -> list[str]:
+    listed = list(running)
+    problems = [problem for seq in listed for problem in _check_sequence(seq)]
+    if len(listed) != running.num_running or len({seq.seq_id for seq in listed}) != len(listed):
+        problems.append(f"{len(listed)} running sequences are listed, {running.num_running} are counted")
+    if running.num_running > running.limits.max_seqs:
+        problems.append(f"{running.num_running} sequences run, the limit is {running.limits.max_seqs}")
+    if len(running.inflight) > pipeline_depth:
+        problems.append(f"{len(running.inflight)} plans are in flight, the limit is {pipeline_depth}")
+    tables = [seq.table.block_ids for seq in listed if seq.table is not None]
+    problems.extend(check_pool(running.pool, tables, running.fences.held_blocks()))
+    num_reserved = sum(seq.num_reserved for seq in listed)
+    if num_reserved != running.pool.num_reserved:
+        problems.append(f"{running.pool.num_reserved} blocks are reserved, {num_reserved} explained")
+    problems.extend(_check_lanes(running, listed))
+    return problems
+
+
+def _check_sequence(seq: Sequence) -> Iterable[str]:
+    """A running sequence has a lane and slots for all that is planned."""
+    if seq.lane == NO_LANE or seq.table is None:
+        yield f"running sequence {seq.seq_id} has no lane or table"
+    elif seq.num_planned > seq.table.num_slots:
+        yield f"sequence {seq.seq_id}: {seq.num_planned} positions planned, {seq.table.num_slots} slots"
+    if len(seq.token_ids) >= seq.token_limit:
+        yield f"sequence {seq.seq_id}: {len(seq.token_ids)} tokens and still running, the limit is {seq.token_limit}"
+
+
+def _check_lanes(running: RunningSet, listed: list[Sequence]) -> Iterable[str]:
+    """Every lane is free, owned or held, once."""
+    lanes = Counter([*running.lanes.free_lanes(), *running.fences.held_lanes(), *(seq.lane for seq in listed)])
+    if lanes != Counter(range(running.limits.num_lanes)):
+        yield f"lanes are not each in one place: {sorted(lanes.items())}"

@@ -1,0 +1,329 @@
+"""In which order waiting sequences are considered. One seam, `QueueOrder`; three policies behind it.
+
+fcfs            first come, first served; priorities are ignored
+priority        strict priority classes, first come first served within one
+length-aware    strict priority classes; within one the highest response ratio (wait + service) / service, where the
+                service is the number of tokens that must be computed first
+
+Under each of them, sequences that are `in_front` (preempted, or passed over too often) go before all others of their
+priority, oldest first.
+
+The response ratio prefers short prompts while everyone has waited little, and ages: a long prompt's ratio grows as
+long as it waits. (A constant number of seconds per token multiplies every ratio's distance from 1 alike, so the order
+needs none.) Two things bound it. Sequences of similar length share a bucket (powers of two) and are served in order of
+arrival within it, so a pick looks at one head per bucket whatever the queue's length. And under sustained overload by
+short prompts, whose own waits then grow, ratios alone would starve a long one; so every `OLDEST_TURN`-th admission of
+a class goes to its oldest sequence.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Protocol
+
+from scheduler_svc.core.params import QueuePolicy
+from scheduler_svc.core.sequence import Sequence
+
+OLDEST_TURN = 8
+"""One admission in this many goes to the oldest: an eighth of the throughput is the price of no starvation."""
+_FIRST_BUCKET_BITS = 4
+"""Prompts below 16 tokens are equally short."""
+
+
+class QueueOrder(Protocol):
+    """An ordered set of waiting sequences."""
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        ...
+
+    def push(self, seq: Sequence) -> None:
+        """A sequence joins: behind its peers, or before them all if it is `in_front`."""
+        ...
+
+    def pop(self, now: float) -> Sequence | None:
+        """Takes out the one to consider next; None when empty."""
+        ...
+
+    def put_back(self, seq: Sequence) -> None:
+        """Undoes its `pop`. Several are undone in reverse order."""
+        ...
+
+    def admitted(self, seq: Sequence) -> None:
+        """A sequence that was popped will not come back."""
+        ...
+
+    def remove(self, seq: Sequence) -> None:
+        """Takes out a given sequence. KeyError when it is not here."""
+        ...
+
+
+class Fifo:
+    """First come, first served."""
+
+    __slots__ = ("_waiting",)
+
+    def __init__(self) -> None:
+        # Ordered both ways and O(1) to delete from: a plain dict slows down when its head is popped again and again.
+        self._waiting: OrderedDict[int, Sequence] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return len(self._waiting)
+
+    def push(self, seq: Sequence) -> None:
+        """Joins at the tail."""
+        self._waiting[seq.seq_id] = seq
+
+    def head(self) -> Sequence:
+        """The first one, left in place. StopIteration when empty."""
+        return next(iter(self._waiting.values()))
+
+    def pop(self, now: float) -> Sequence | None:
+        """Takes out the first."""
+        return self._waiting.popitem(last=False)[1] if self._waiting else None
+
+    def put_back(self, seq: Sequence) -> None:
+        """Puts it at the head."""
+        self._waiting[seq.seq_id] = seq
+        self._waiting.move_to_end(seq.seq_id, last=False)
+
+    def admitted(self, seq: Sequence) -> None:
+        """Nothing to learn."""
+
+    def remove(self, seq: Sequence) -> None:
+        """Takes it out of the middle."""
+        del self._waiting[seq.seq_id]
+
+
+class ResponseRatio:
+    """Highest response ratio over uncached tokens; see the module's text."""
+
+    __slots__ = ("_admitted_since_turn", "_buckets", "_num_waiting")
+
+    def __init__(self) -> None:
+        self._buckets: list[Fifo] = []
+        self._num_waiting = 0
+        self._admitted_since_turn = 0
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return self._num_waiting
+
+    def push(self, seq: Sequence) -> None:
+        """Joins the tail of its length's bucket."""
+        self._bucket(seq).push(seq)
+        self._num_waiting += 1
+
+    def pop(self, now: float) -> Sequence | None:
+        """Takes out the best head; the shorter one of equals."""
+        if not self._num_waiting:
+            return None
+        self._num_waiting -= 1
+        if self._admitted_since_turn >= OLDEST_TURN - 1:
+            return min((bucket for bucket in self._buckets if bucket), key=_head_age).pop(now)
+        best, best_ratio = None, -1.0
+        for bucket in self._buckets:
+            if bucket:
+                head = bucket.head()
+                ratio = max(0.0, now - head.arrival) / head.service
+                if ratio > best_ratio:
+                    best, best_ratio = bucket, ratio
+        assert best is not None
+        return best.pop(now)
+
+    def put_back(self, seq: Sequence) -> None:
+        """Puts it at the head of its bucket."""
+        self._bucket(seq).put_back(seq)
+        self._num_waiting += 1
+
+    def admitted(self, seq: Sequence) -> None:
+        """Counts towards the oldest one's turn, which has come when it was the oldest itself."""
+        others = [_head_age(bucket) for bucket in self._buckets if bucket]
+        if not others or _age(seq) <= min(others):
+            self._admitted_since_turn = 0
+        else:
+            self._admitted_since_turn += 1
+
+    def remove(self, seq: Sequence) -> None:
+        """Takes it out of the middle of its bucket."""
+        self._bucket(seq).remove(seq)
+        self._num_waiting -= 1
+
+    def _bucket(self, seq: Sequence) -> Fifo:
+        index = max(0, seq.service.bit_length() - _FIRST_BUCKET_BITS)
+        while len(self._buckets) <= index:
+            self._buckets.append(Fifo())
+        return self._buckets[index]
+
+
+class PriorityClasses:
+    """Strict classes, highest priority first; in each the ones in front by age, then the given order."""
+
+    __slots__ = ("_classes", "_make_order", "_num_waiting", "_ranks")
+
+    def __init__(self, make_order: Callable[[], QueueOrder]) -> None:
+        self._make_order = make_order
+        self._classes: dict[int, _Class] = {}
+        self._ranks: list[int] = []
+        """Negated priorities of the classes that are not empty, so that the highest comes first."""
+        self._num_waiting = 0
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return self._num_waiting
+
+    @property
+    def top_priority(self) -> int | None:
+        """The priority of what `pop` gives next; None when empty."""
+        return -self._ranks[0] if self._ranks else None
+
+    def push(self, seq: Sequence) -> None:
+        """Joins its class."""
+        self._class(seq).push(seq)
+        self._num_waiting += 1
+
+    def pop(self, now: float) -> Sequence | None:
+        """Takes out the next of the highest class."""
+        if not self._ranks:
+            return None
+        seq = self._classes[-self._ranks[0]].pop(now)
+        assert seq is not None
+        self._left(seq)
+        return seq
+
+    def put_back(self, seq: Sequence) -> None:
+        """Undoes the pop."""
+        self._class(seq).put_back(seq)
+        self._num_waiting += 1
+
+    def admitted(self, seq: Sequence) -> None:
+        """Tells its class."""
+        if (peers := self._classes.get(seq.priority)) is not None:
+            peers.admitted(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Takes it out of its class."""
+        self._classes[seq.priority].remove(seq)
+        self._left(seq)
+
+    def _class(self, seq: Sequence) -> _Class:
+        peers = self._classes.get(seq.priority)
+        if peers is None:
+            peers = self._classes[seq.priority] = _Class(self._make_order())
+            insort(self._ranks, -seq.priority)
+        return peers
+
+    def _left(self, seq: Sequence) -> None:
+        """An empty class goes, so that clients cannot fill memory with priorities."""
+        self._num_waiting -= 1
+        if not self._classes[seq.priority]:
+            del self._classes[seq.priority]
+            del self._ranks[bisect_left(self._ranks, -seq.priority)]
+
+
+class _Class:
+    """One priority: those in front, then the policy's order."""
+
+    __slots__ = ("front", "rest")
+
+    def __init__(self, rest: QueueOrder) -> None:
+        self.front: list[tuple[tuple[float, int], Sequence]] = []
+        self.rest = rest
+
+    def __len__(self) -> int:
+        return len(self.front) + len(self.rest)
+
+    def push(self, seq: Sequence) -> None:
+        if seq.in_front:
+            insort(self.front, (_age(seq), seq), key=_key)
+        else:
+            self.rest.push(seq)
+
+    def pop(self, now: float) -> Sequence | None:
+        return self.front.pop(0)[1] if self.front else self.rest.pop(now)
+
+    def put_back(self, seq: Sequence) -> None:
+        if seq.in_front:
+            self.push(seq)
+        else:
+            self.rest.put_back(seq)
+
+    def admitted(self, seq: Sequence) -> None:
+        self.rest.admitted(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        if not seq.in_front:
+            self.rest.remove(seq)
+            return
+        index = bisect_left(self.front, _age(seq), key=_key)
+        if index == len(self.front) or self.front[index][1] is not seq:
+            raise KeyError(seq.seq_id)
+        del self.front[index]
+
+
+class WaitingQueue:
+    """All waiting sequences in the policy's order, and what they add up to."""
+
+    __slots__ = ("_order", "num_preempted", "num_tokens")
+
+    def __init__(self, policy: QueuePolicy) -> None:
+        self._order = PriorityClasses(ResponseRatio if policy is QueuePolicy.LENGTH_AWARE else Fifo)
+        self.num_tokens = 0
+        """Tokens that waiting sequences had to compute first when they joined."""
+        self.num_preempted = 0
+        """Waiting sequences that have run before."""
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return len(self._order)
+
+    @property
+    def top_priority(self) -> int | None:
+        """The priority of what `pop` gives next; None when empty."""
+        return self._order.top_priority
+
+    def push(self, seq: Sequence) -> None:
+        """A sequence joins."""
+        self._order.push(seq)
+        self._count(seq, 1)
+
+    def pop(self, now: float) -> Sequence | None:
+        """Takes out the one to consider next; None when empty."""
+        seq = self._order.pop(now)
+        if seq is not None:
+            self._count(seq, -1)
+        return seq
+
+    def put_back(self, seq: Sequence) -> None:
+        """Undoes its `pop`; several in reverse order."""
+        self._order.put_back(seq)
+        self._count(seq, 1)
+
+    def admitted(self, seq: Sequence) -> None:
+        """A sequence that was popped will not come back."""
+        self._order.admitted(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Takes out a given sequence. KeyError when it is not here."""
+        self._order.remove(seq)
+        self._count(seq, -1)
+
+    def _count(self, seq: Sequence, sign: int) -> None:
+        self.num_tokens += sign * seq.service
+        if seq.first_run is not None:
+            self.num_preempted += sign
+
+
+def _age(seq: Sequence) -> tuple[float, int]:
+    return (seq.arrival, seq.seq_id)
+
+
+def _head_age(bucket: Fifo) -> tuple[float, int]:
+    return _age(bucket.head())
+
+
+def _key(entry: tuple[tuple[float, int], Sequence]) -> tuple[float, int]:
+    return entry[0]

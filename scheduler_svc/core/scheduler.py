@@ -1,0 +1,337 @@
+"""`Scheduler`: decides what runs next, as values. Two verbs, `schedule` and `apply`; same calls, same answers.
+
+What may grow here: calls to named functions. `schedule` is the list of the phases of a plan and `apply` the list of
+the phases of a result; a new feature is a module of its own, and one line here. Rules about the order of waiting
+sequences belong in `queues`, who starts in `admission`, who gets blocks in `growth`, who makes room in `preemption`,
+what a token means in `results`, states in `sequence`. What one executor holds is a `RunningSet`: several executors are
+several of those beside one queue, not flags in here.
+
+The life of a sequence in numbers: `submit` makes it WAITING; `schedule` starts it (lane, blocks, Admit) and covers its
+positions with rows; `apply` appends what the rows brought. A plan is made before the results of up to
+`pipeline_depth - 1` earlier ones are in, so what is planned and what is known differ:
+
+    positions   0 ........ computed ....... num_planned           (rows up to here are in plans)
+    tokens      0 ................ known ........ num_planned + 1 (known, or in flight)
+
+Invariants (`invariants.check` tests them, the property tests after each step):
+* a sequence is in exactly one place: waiting queue or running set, or it has ended and is nowhere;
+* running sequences have a lane and slots for every planned position, waiting ones neither;
+* every block and lane is free, owned once, or held by the fence of a plan in flight;
+* no plan exceeds the token budget or the seats; rows name lanes that were admitted in this or an earlier plan;
+* a plan never asks for a token beyond a sequence's limit.
+Progress: the strongest running sequence always gets its blocks, one sequence alone always fits (`limits`), and nobody
+is preempted more than `MAX_PREEMPTIONS` times for memory or priority. So what is admitted finishes.
+"""
+
+from __future__ import annotations
+
+from scheduler_svc.core.admission import Admission
+from scheduler_svc.core.batch import BatchBuilder
+from scheduler_svc.core.deadlines import Deadlines
+from scheduler_svc.core.events import Event, FinishedEvent, FinishReason, Refusal, RefusalReason
+from scheduler_svc.core.growth import drop_appends, grow_tables
+from scheduler_svc.core.invariants import check
+from scheduler_svc.core.limits import check_config, combine, refuse_length
+from scheduler_svc.core.params import ExecutorLimits, QueuePolicy, SchedulerConfig, SeqId, SequenceSpec
+from scheduler_svc.core.plan import StepPlan, StepResult, StepStatus
+from scheduler_svc.core.queues import WaitingQueue
+from scheduler_svc.core.results import ResultMismatchError, check_shape, take_result
+from scheduler_svc.core.running import InFlight, RunningSet
+from scheduler_svc.core.sequence import Sequence, SequenceState
+from scheduler_svc.core.stats import Counters, SchedulerStats
+
+MAX_FAILED_STEPS = 3
+"""Steps in which a sequence may fail together with its whole batch without a token in between, before it is given up.
+
+Without a bound, one poisonous sequence would fail the executor for ever.
+"""
+
+
+class Scheduler:
+    """One queue and the running set of at most one executor.
+
+    Every verb that returns events returns all that have come up since the last such call. Sequences that ended inside
+    `submit` or `schedule` (a resubmission that was complete, a deadline) are among them; `next_deadline` is then in
+    the past, so that a loop which sleeps until it comes back for them.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        check_config(config)
+        self.config = config
+        self._sequences: dict[SeqId, Sequence] = {}
+        self._waiting = WaitingQueue(config.queue_policy)
+        self._deadlines = Deadlines(self._sequences)
+        self._running: RunningSet | None = None
+        self._admission: Admission | None = None
+        self._next_step_id = 1
+        self._counters = Counters()
+        self._events: list[Event] = []
+
+    # Executors
+
+    @property
+    def next_step_id(self) -> int:
+        """The id of the next plan; ids are consecutive over the life of the scheduler, sessions included."""
+        return self._next_step_id
+
+    @property
+    def num_inflight_plans(self) -> int:
+        """Plans whose results are not in."""
+        return 0 if self._running is None else len(self._running.inflight)
+
+    def attach_executor(self, limits: ExecutorLimits, now: float) -> list[Event]:
+        """Starts a session on an executor with empty lanes; detaches an earlier one first.
+
+        Sequences that can never fit there end with NO_FIT. ValueError, changing nothing, for limits below one.
+        """
+        step_limits = combine(self.config, limits)
+        if self._running is not None:
+            self._lose_executor()
+        self._running = RunningSet(step_limits, applied_step_id=self._next_step_id - 1)
+        self._admission = Admission(self.config, self._waiting, self._running, self._preempt)
+        for seq in list(self._sequences.values()):
+            seq.limit_tokens(step_limits.token_limit)
+            if seq.token_limit <= len(seq.token_ids):
+                self._finish(seq, FinishReason.NO_FIT, now)
+        return self._take_events()
+
+    def detach_executor(self, now: float) -> list[Event]:
+        """The executor is gone: what ran waits to be recomputed, plans in flight are forgotten. Idempotent."""
+        if self._running is not None:
+            self._lose_executor()
+        return self._take_events()
+
+    # Sequences
+
+    def submit(self, spec: SequenceSpec, now: float) -> Refusal | None:
+        """Queues a sequence, or says why not. ValueError for a spec that should not have come here."""
+        if not spec.prompt_ids or spec.max_tokens < 1 or spec.seq_id in self._sequences:
+            raise ValueError(f"Got {spec.seq_id = }, {len(spec.prompt_ids)} prompt tokens, {spec.max_tokens = }")
+        refusal = self._refusal(spec)
+        if refusal is not None:
+            return refusal
+        is_fcfs = self.config.queue_policy is QueuePolicy.FCFS
+        seq = Sequence(spec, priority=0 if is_fcfs else spec.priority)
+        if self._running is not None:
+            seq.limit_tokens(self._running.limits.token_limit)
+        self._sequences[seq.seq_id] = seq
+        self._waiting.push(seq)
+        self._counters.submitted += 1
+        reason = seq.end_reason()
+        if reason is not None:
+            self._finish(seq, reason, now)
+        else:
+            self._deadlines.add(seq)
+        return None
+
+    def cancel(self, seq_id: SeqId, now: float) -> list[Event]:
+        """Ends a sequence in whatever state it is; nothing happens for one that has ended or never was."""
+        seq = self._sequences.get(seq_id)
+        if seq is not None:
+            self._finish(seq, FinishReason.CANCELLED, now)
+        return self._take_events()
+
+    def expire(self, now: float) -> list[Event]:
+        """Ends all sequences whose deadline is at or before `now`. O(1) when there are none."""
+        self._drop_overdue(now)
+        return self._take_events()
+
+    def next_deadline(self) -> float | None:
+        """When to call `expire` next; -inf when events wait to be taken, None when nothing is due ever."""
+        return float("-inf") if self._events else self._deadlines.next()
+
+    # The two verbs
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """The next plan. None: nothing to do, or `pipeline_depth` plans are in flight, or there is no executor."""
+        running, admission = self._running, self._admission
+        if running is None or admission is None or len(running.inflight) >= self.config.pipeline_depth:
+            return None
+        self._drop_overdue(now)
+        running.sweep()
+        plan = StepPlan(self._next_step_id)
+        everyone_ran = grow_tables(running, plan, self._preempt)
+        admission.make_room(now)
+        if running.sweep():
+            drop_appends(plan, running)
+        batch = BatchBuilder(running, plan)
+        batch.add_decodes()
+        batch.add_chunks(at_least=self._waiting.top_priority)
+        if everyone_ran:
+            admission.admit(plan, batch.num_tokens_left, now)
+        batch.add_chunks(at_least=None)
+        if not batch.rows and not plan.admit and (running.inflight or not running.fences.has_releases):
+            return None
+        self._close(plan, batch, running)
+        return plan
+
+    def apply(self, result: StepResult, now: float) -> list[Event]:
+        """Takes the result of the oldest plan in flight.
+
+        Results of plans that are not in flight are ignored and counted. Raises ResultMismatchError, changing nothing,
+        for one that skips a plan or does not fit its rows: the caller must then start a new session. A FAILED step
+        voids all lanes: it is as losing the executor and attaching it again, and the caller starts a new session.
+        """
+        running = self._running
+        if running is None or not running.inflight or not self._is_in_flight(running, result.step_id):
+            self._counters.stale_results += 1
+            return self._take_events()
+        record = running.inflight[0]
+        if record.step_id != result.step_id:
+            raise ResultMismatchError(f"got the result of step {result.step_id} before that of {record.step_id}")
+        check_shape(record, result)
+        if result.status is StepStatus.FAILED:
+            self._fail_step(record, now)
+            return self._take_events()
+        running.inflight.popleft()
+        running.fences.passed(record.step_id)
+        outcome = take_result(record, result)
+        self._counters.generated_tokens += outcome.num_tokens
+        self._events.extend(outcome.tokens)
+        for seq, reason in outcome.ended:
+            self._finish(seq, reason, now)
+        return self._take_events()
+
+    # Reading
+
+    def check_invariants(self) -> list[str]:
+        """What is wrong with the books, one line each; empty when nothing is. O(sequences + blocks)."""
+        return check(self._sequences, self._waiting, self._running, self.config.pipeline_depth)
+
+    def stats(self) -> SchedulerStats:
+        """Gauges and counters, O(1)."""
+        running, counters = self._running, self._counters
+        pool = None if running is None else running.pool
+        return SchedulerStats(
+            queue_requests=len(self._waiting),
+            queue_tokens=self._waiting.num_tokens,
+            preempted=self._waiting.num_preempted,
+            running=0 if running is None else running.num_running,
+            inflight_plans=self.num_inflight_plans,
+            blocks_total=0 if pool is None else pool.num_blocks,
+            blocks_free=0 if pool is None else pool.num_free,
+            blocks_used=0 if pool is None else pool.num_used,
+            blocks_cached=0 if pool is None else pool.num_cached,
+            blocks_in_flight=0 if pool is None else pool.num_in_flight,
+            blocks_reserved=0 if pool is None else pool.num_reserved,
+            lanes_free=0 if running is None else running.lanes.num_free,
+            num_preemptions_total=counters.preemptions,
+            num_executor_losses_total=counters.executor_losses,
+            num_plans_total=counters.plans,
+            num_stale_results_total=counters.stale_results,
+            generated_tokens_total=counters.generated_tokens,
+            prefill_tokens_total=counters.prefill_tokens,
+            recomputed_tokens_total=counters.recomputed_tokens,
+            submitted_total=counters.submitted,
+            finished_total=counters.finished,
+        )
+
+    # Inside
+
+    def _refusal(self, spec: SequenceSpec) -> Refusal | None:
+        """Why a new sequence is not queued. A resubmission is not new: it has room beside a full queue.
+
+        Its tokens may already be all that can be; then it ends with LENGTH rather than being refused.
+        """
+        config, waiting = self.config, self._waiting
+        if self._running is not None:
+            refusal = refuse_length(self._running.limits, len(spec.prompt_ids))
+            if refusal is not None:
+                return refusal
+        max_requests = config.max_queue_requests + (config.max_num_seqs if spec.emitted_ids else 0)
+        if len(waiting) >= max_requests:
+            return Refusal(RefusalReason.QUEUE_FULL, f"{len(waiting)} requests are waiting, the limit")
+        num_tokens = len(spec.prompt_ids) + len(spec.emitted_ids)
+        if waiting.num_tokens + num_tokens > config.max_queue_tokens and len(waiting):
+            return Refusal(
+                RefusalReason.QUEUE_FULL,
+                f"{waiting.num_tokens} prompt tokens are waiting, {num_tokens} more exceed the limit "
+                f"of {config.max_queue_tokens}",
+            )
+        return None
+
+    def _drop_overdue(self, now: float) -> None:
+        while (due := self._deadlines.pop_due(now)) is not None:
+            self._finish(*due, now)
+
+    def _close(self, plan: StepPlan, batch: BatchBuilder, running: RunningSet) -> None:
+        """The plan is final: its number is taken, its releases are held, its result is expected."""
+        plan.release_lanes = running.fences.take_releases(plan.step_id)
+        running.inflight.append(batch.close())
+        self._next_step_id += 1
+        self._counters.plans += 1
+        self._counters.prefill_tokens += batch.num_prefill_tokens
+
+    def _is_in_flight(self, running: RunningSet, step_id: int) -> bool:
+        return running.inflight[0].step_id <= step_id < self._next_step_id
+
+    def _preempt(self, seq: Sequence) -> None:
+        """A running sequence makes room and waits in front, to be recomputed."""
+        assert self._running is not None
+        seq.num_preemptions += 1
+        self._counters.preemptions += 1
+        self._running.last_victim = seq.seq_id
+        self._recompute(seq)
+
+    def _recompute(self, seq: Sequence) -> None:
+        assert self._running is not None
+        self._counters.recomputed_tokens += seq.num_planned
+        self._running.take_away(seq)
+        seq.requeue()
+        self._waiting.push(seq)
+
+    def _lose_executor(self) -> None:
+        """Everything that ran waits again; nothing is expected from the executor any more."""
+        running = self._running
+        assert running is not None
+        for seq in list(running):
+            self._recompute(seq)
+        for seq in self._sequences.values():
+            seq.last_step_id = 0
+        self._running = self._admission = None
+        self._counters.executor_losses += 1
+
+    def _fail_step(self, record: InFlight, now: float) -> None:
+        """Voids all lanes and starts anew on the same executor, without whom every step of a sequence fails."""
+        running = self._running
+        assert running is not None
+        self._lose_executor()
+        for seq in record.rows:
+            if seq.state is SequenceState.FINISHED:
+                continue
+            if len(seq.token_ids) > seq.num_known_at_failure:
+                seq.num_failed_steps = 0
+                seq.num_known_at_failure = len(seq.token_ids)
+            seq.num_failed_steps += 1
+            if seq.num_failed_steps >= MAX_FAILED_STEPS:
+                self._finish(seq, FinishReason.INTERNAL, now)
+        self._running = RunningSet(running.limits, applied_step_id=self._next_step_id - 1)
+        self._admission = Admission(self.config, self._waiting, self._running, self._preempt)
+
+    def _finish(self, seq: Sequence, reason: FinishReason, now: float) -> None:
+        """Ends a sequence from any state and says so; its blocks and lane go to their fences."""
+        if seq.state is SequenceState.RUNNING:
+            assert self._running is not None
+            self._running.take_away(seq)
+        else:
+            self._waiting.remove(seq)
+        seq.finish(reason)
+        del self._sequences[seq.seq_id]
+        self._counters.finished += 1
+        started = now if seq.first_run is None else seq.first_run
+        self._events.append(
+            FinishedEvent(
+                group=seq.group,
+                seq_id=seq.seq_id,
+                reason=reason,
+                num_output_tokens=seq.num_output_tokens,
+                queue_s=max(0.0, started - seq.arrival),
+                num_computed_tokens=seq.num_prefilled,
+                num_cached_tokens=0,
+                num_preemptions=seq.num_preemptions,
+            )
+        )
+
+    def _take_events(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events

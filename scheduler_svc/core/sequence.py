@@ -1,0 +1,190 @@
+"""`Sequence`: one growing token list, and the only file that moves a sequence's state.
+
+    WAITING ──start──► RUNNING ──requeue──► WAITING          (recompute: preempted, or its executor is gone)
+       │                  │  ▲
+       │                  │  └── SWAPPED                     (its blocks are in the host tier)
+       └──────finish──────┴────────► FINISHED                (from any state, once)
+
+One number drives everything: `num_planned`, the positions that plans have covered, catches up with the tokens. There is
+no prefill mode. A row covers `[num_planned, num_planned + n)` and samples iff it reaches the end of the tokens known
+or expected: while `num_planned < prefill_len` that end is `prefill_len` (all tokens known when it got its lane, which
+after a recompute is more than the prompt); from then on each row covers one position and brings the token behind it,
+so `num_planned + 1` tokens are known or in flight and a plan need not wait for the result before it.
+
+`horizon` is where planning must stop for now: the smaller of the positions that have slots and `position_limit`, the
+position whose row would bring a token too many. One comparison in the hot loop answers both.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from cache_svc.blocks.table import BlockTable
+from scheduler_svc.core.events import FinishReason
+from scheduler_svc.core.params import SequenceSpec
+
+NO_LANE = -1
+
+
+class SequenceState(Enum):
+    """Where a sequence is."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+    FINISHED = "finished"
+
+
+MOVES: dict[SequenceState, frozenset[SequenceState]] = {
+    SequenceState.WAITING: frozenset({SequenceState.RUNNING, SequenceState.FINISHED}),
+    SequenceState.RUNNING: frozenset({SequenceState.WAITING, SequenceState.SWAPPED, SequenceState.FINISHED}),
+    SequenceState.SWAPPED: frozenset({SequenceState.RUNNING, SequenceState.WAITING, SequenceState.FINISHED}),
+    SequenceState.FINISHED: frozenset(),
+}
+"""The legal moves; everything else raises and changes nothing."""
+
+
+class IllegalMoveError(Exception):
+    """A sequence was asked to make a move that `MOVES` does not have: a bug in the scheduler."""
+
+
+class Sequence:
+    """One sequence from submission to its end. WAITING and FINISHED ones own no lane, no block and no reservation."""
+
+    __slots__ = (
+        "_state",
+        "arrival",
+        "finish_reason",
+        "first_run",
+        "group",
+        "horizon",
+        "in_front",
+        "lane",
+        "last_step_id",
+        "num_failed_steps",
+        "num_known_at_failure",
+        "num_planned",
+        "num_preemptions",
+        "num_prefilled",
+        "num_reserved",
+        "num_skipped",
+        "position_limit",
+        "prefill_len",
+        "priority",
+        "prompt_len",
+        "seq_id",
+        "service",
+        "spec",
+        "stop_after",
+        "stop_token_ids",
+        "table",
+        "token_ids",
+        "token_limit",
+    )
+
+    def __init__(self, spec: SequenceSpec, *, priority: int) -> None:
+        self._state = SequenceState.WAITING
+        self.spec = spec
+        self.seq_id = spec.seq_id
+        self.group = spec.group
+        self.priority = priority
+        self.arrival = spec.arrival
+        self.prompt_len = len(spec.prompt_ids)
+        self.token_ids = [*spec.prompt_ids, *spec.emitted_ids]
+        """Prompt, then all output that is known."""
+        self.service = len(self.token_ids)
+        """Positions it had to compute before its next token when it joined the queue."""
+        self.stop_token_ids = spec.stop_token_ids
+        self.stop_after = self.prompt_len + spec.sampling.min_tokens
+        """A stop id counts only when more tokens than this are known with it."""
+        self.token_limit = 0
+        self.position_limit = 0
+        self.horizon = 0
+        self.num_planned = 0
+        self.prefill_len = len(self.token_ids)
+        self.lane = NO_LANE
+        self.table: BlockTable | None = None
+        self.num_reserved = 0
+        """Free blocks of the pool that are promised to this sequence."""
+        self.last_step_id = 0
+        """The last plan that touched its lane or blocks; later ones than the last result are in flight."""
+        self.in_front = False
+        """Whether it is ahead of its priority and not to be passed: preempted, or passed too often."""
+        self.num_skipped = 0
+        """Sequences admitted past it while it was next and did not fit."""
+        self.num_preemptions = 0
+        self.num_prefilled = 0
+        """Prompt and recomputed positions that were planned, over its life."""
+        self.num_failed_steps = 0
+        self.num_known_at_failure = 0
+        self.first_run: float | None = None
+        self.finish_reason: FinishReason | None = None
+        self.limit_tokens(None)
+
+    @property
+    def state(self) -> SequenceState:
+        """Where the sequence is; moved by `start`, `requeue` and `finish` only."""
+        return self._state
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens that are known, those of before a resubmission included."""
+        return len(self.token_ids) - self.prompt_len
+
+    def limit_tokens(self, most: int | None) -> None:
+        """Sets how many tokens it may have in all: prompt and max_tokens, and at most `most` (None: unknown)."""
+        limit = self.prompt_len + self.spec.max_tokens
+        self.token_limit = limit if most is None else min(limit, most)
+        self.position_limit = self.token_limit - 1
+
+    def end_reason(self) -> FinishReason | None:
+        """Why no further token may follow the known ones; None when one may."""
+        num_known = len(self.token_ids)
+        if num_known > max(self.stop_after, self.prompt_len) and self.token_ids[-1] in self.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_known >= self.token_limit else None
+
+    def start(self, lane: int, table: BlockTable, num_reserved: int, now: float) -> None:
+        """WAITING → RUNNING with a lane and the blocks for all known tokens."""
+        self._move(SequenceState.RUNNING)
+        self.lane = lane
+        self.table = table
+        self.num_reserved = num_reserved
+        self.num_planned = 0
+        self.prefill_len = len(self.token_ids)
+        self.horizon = min(table.num_slots, self.position_limit)
+        self.in_front = False
+        self.num_skipped = 0
+        if self.first_run is None:
+            self.first_run = now
+
+    def grow(self, block_ids: list[int]) -> None:
+        """Adds blocks to the table of a running sequence."""
+        assert self.table is not None
+        self.table.extend(block_ids)
+        self.horizon = min(self.table.num_slots, self.position_limit)
+
+    def requeue(self) -> None:
+        """RUNNING → WAITING, in front, to be recomputed. Its lane, blocks and reservation must have been taken."""
+        self._move(SequenceState.WAITING)
+        self._let_go()
+        self.in_front = True
+        self.service = len(self.token_ids)
+
+    def finish(self, reason: FinishReason) -> None:
+        """Any state → FINISHED. Its lane, blocks and reservation must have been taken."""
+        self._move(SequenceState.FINISHED)
+        self._let_go()
+        self.finish_reason = reason
+
+    def _move(self, state: SequenceState) -> None:
+        if state not in MOVES[self._state]:
+            raise IllegalMoveError(f"sequence {self.seq_id}: {self._state.name} -> {state.name}")
+        self._state = state
+
+    def _let_go(self) -> None:
+        self.lane = NO_LANE
+        self.table = None
+        self.num_reserved = 0
+        self.num_planned = 0
+        self.horizon = 0
