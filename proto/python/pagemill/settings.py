@@ -44,7 +44,9 @@ class ServiceSettings(BaseSettings):
     _file: ClassVar[Path | None] = None
 
     config: Path | None = Field(default=None, description="YAML or TOML file with options (keys in snake_case)")
-    log_level: str = Field(default="info", description="debug, info, warning or error", pattern="^(debug|info|warning|error)$")
+    log_level: str = Field(
+        default="info", description="debug, info, warning or error", pattern="^(debug|info|warning|error)$"
+    )
 
     @classmethod
     def settings_customise_sources(
@@ -73,8 +75,11 @@ def load(settings_type: type[S], argv: list[str]) -> S:
         return settings_type(_cli_settings_source=cli)  # type: ignore[call-arg]
     except ValidationError as error:
         first = error.errors()[0]
+        message = first["msg"].removeprefix("Value error, ")
+        if not first["loc"]:  # a rule about several options; its message names them
+            _refuse(settings_type, message)
         name = "--" + "-".join(str(part).replace("_", "-") for part in first["loc"])
-        _refuse(settings_type, f"{name}: {first['msg']} (got {first.get('input')!r})")
+        _refuse(settings_type, f"{name}: {message} (got {first.get('input')!r})")
         raise AssertionError from error
 
 

@@ -1,0 +1,149 @@
+"""Options of the scheduler process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal
+
+from pagemill import endpoints
+from pagemill.settings import ServiceSettings
+from pydantic import Field, model_validator
+
+from scheduler_svc.core.limits import check_config
+from scheduler_svc.core.params import QueuePolicy, SchedulerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What the loop needs to know besides `SchedulerConfig`; times in seconds."""
+
+    lease_s: float = 2.0
+    heartbeat_s: float = 0.25
+    step_timeout_s: float = 120.0
+    hello_timeout_s: float = 60.0
+    no_executor_grace_s: float = 10.0
+    drain_timeout_s: float = 30.0
+    max_pending_tokens: int = 262_144
+
+
+class SchedulerSettings(ServiceSettings):
+    """Decides what runs next; needs no accelerator. Gateways and executors connect to it."""
+
+    prog: ClassVar[str] = "pagemill scheduler"
+
+    gateway_endpoint: str = Field(
+        default=endpoints.default_endpoint(endpoints.GATEWAYS_SOCKET),
+        description="ipc://PATH or tcp://HOST:PORT (conventionally port 5560) to bind for gateways",
+    )
+    executor_endpoint: str = Field(
+        default=endpoints.default_endpoint(endpoints.EXECUTORS_SOCKET),
+        description="ipc://PATH or tcp://HOST:PORT (conventionally port 5561) to bind for executors",
+    )
+    insecure: bool = Field(
+        default=False, description="allow tcp:// endpoints, which are neither encrypted nor authenticated yet"
+    )
+
+    max_num_batched_tokens: int = Field(
+        default=512,
+        ge=1,
+        le=1_048_576,
+        description="tokens of one step, decode rows included; the default keeps a step on a CPU near 100 ms",
+    )
+    max_num_seqs: int = Field(
+        default=64, ge=1, le=65_536, description="sequences running at once; the executor may lower it"
+    )
+    max_prefill_chunk: int = Field(
+        default=256,
+        ge=1,
+        le=1_048_576,
+        description="prompt tokens of one sequence in one step; half the budget, so that two prompts share a step",
+    )
+    queue_policy: Literal["fcfs", "priority", "length-aware"] = Field(
+        default="length-aware",
+        description="order of waiting requests; length-aware (short prompts first, long ones age: none is starved)",
+    )
+    max_skip_ahead: int = Field(
+        default=8,
+        ge=0,
+        le=1_000,
+        description="sequences admitted past one that does not fit now, before admission waits for it",
+    )
+    watermark: float = Field(
+        default=0.01,
+        ge=0.0,
+        lt=1.0,
+        description="share of the KV blocks kept free at admission, so that running sequences grow unpreempted",
+    )
+    pipeline_depth: int = Field(
+        default=2,
+        ge=1,
+        le=4,
+        description="plans sent ahead of their results; 2 hides scheduling and the wire, more only adds latency",
+    )
+    max_queue_requests: int = Field(
+        default=10_000, ge=1, le=1_000_000, description="waiting requests beyond this are refused with QUEUE_FULL"
+    )
+    max_queue_tokens: int = Field(
+        default=50_000_000,
+        ge=1,
+        le=10_000_000_000,
+        description="waiting prompt tokens beyond this are refused with QUEUE_FULL; the default is about 2 GB of ids",
+    )
+
+    lease_ms: int = Field(
+        default=2_000,
+        ge=100,
+        le=600_000,
+        description="milliseconds of silence after which a peer is dead; eight heartbeats",
+    )
+    heartbeat_ms: int = Field(default=250, ge=10, le=60_000, description="milliseconds between heartbeats")
+    step_timeout_s: float = Field(
+        default=120.0,
+        gt=0,
+        le=86_400,
+        description="seconds one step may run before its executor is given up; a first step may compile",
+    )
+    hello_timeout_s: float = Field(
+        default=60.0,
+        gt=0,
+        le=86_400,
+        description="seconds a connected executor may take to load before the log says so",
+    )
+    no_executor_grace_s: float = Field(
+        default=10.0,
+        ge=0,
+        le=86_400,
+        description="seconds without an executor in which requests queue, before they are refused with NO_EXECUTOR; "
+        "covers the restart of an executor with a warm file cache",
+    )
+    drain_timeout_s: float = Field(
+        default=30.0, ge=0, le=86_400, description="seconds that running requests may take to finish after SIGTERM"
+    )
+
+    metrics_host: str = Field(default="127.0.0.1", description="address of the Prometheus endpoint")
+    metrics_port: int = Field(default=9101, ge=0, le=65_535, description="its port; 0: no metrics endpoint")
+
+    @model_validator(mode="after")
+    def _check(self) -> SchedulerSettings:
+        endpoints.parse(self.gateway_endpoint, insecure=self.insecure)
+        endpoints.parse(self.executor_endpoint, insecure=self.insecure)
+        check_config(self.core())
+        if self.heartbeat_ms * 2 > self.lease_ms:
+            raise ValueError(f"heartbeat_ms = {self.heartbeat_ms} must be at most half of lease_ms = {self.lease_ms}")
+        return self
+
+    def core(self) -> SchedulerConfig:
+        """The part the scheduler core needs."""
+        values = {field.name: getattr(self, field.name) for field in fields(SchedulerConfig)}
+        return SchedulerConfig(**values | {"queue_policy": QueuePolicy(self.queue_policy)})
+
+    def engine(self) -> EngineConfig:
+        """The part the loop needs."""
+        return EngineConfig(
+            lease_s=self.lease_ms / 1000,
+            heartbeat_s=self.heartbeat_ms / 1000,
+            step_timeout_s=self.step_timeout_s,
+            hello_timeout_s=self.hello_timeout_s,
+            no_executor_grace_s=self.no_executor_grace_s,
+            drain_timeout_s=self.drain_timeout_s,
+        )
