@@ -83,7 +83,7 @@ class ModelExecutor:
         for lane in plan.release_lanes:
             del self.lanes[lane]
             self.lane_touched[lane] = plan.step_id
-        assert not plan.rewind_lanes and not plan.copy_src and not plan.swap_in_src and not plan.swap_out_src
+        assert not [*plan.rewind_lanes, *plan.copy_src, *plan.swap_in_src, *plan.swap_out_src], "not planned yet"
         for admit in plan.admit:
             self._admit(admit, plan.step_id)
         for lane, block_id in zip(plan.append_lanes, plan.append_block_ids, strict=True):
