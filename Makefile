@@ -11,7 +11,6 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 # The same for `make lock`; by default the folder that pip's own variable names.
 UV_ARGS ?= $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
-MESSAGE ?= Tell me in two sentences why the sky is blue.
 
 KEY := $(shell cat pyproject.toml constraints-cpu.txt | cksum | cut -d' ' -f1)
 RUN := $(VENV)/.run-$(KEY)
@@ -21,16 +20,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq $(PIP_ARGS)
 UV_COMPILE := $(BIN)/uv pip compile -q --python-version 3.11 --no-header --no-annotate --generate-hashes
 
 PRODUCT := cache_svc scheduler_svc executor_svc proto/python/pagemill client/python/pagemill_client
-TYPED := $(PRODUCT) proto/generate.py deploy tests bench
+TYPED := $(PRODUCT) proto/generate.py docs deploy tests bench
 
-.PHONY: help demo serve test check fmt proto clean lock lint-ruff lint-format lint-types lint-imports lint-proto lint-stubs hooks
+.PHONY: help demo serve test check fmt proto docs clean lock lint-ruff lint-format lint-types lint-imports lint-proto lint-stubs hooks
 .DEFAULT_GOAL := help
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 demo: $(RUN) ## start the whole service, stream one chat answer, stop
-	$(BIN)/python deploy/demo.py "$(MESSAGE)"
+	$(BIN)/pagemill demo
 
 serve: $(RUN) ## start the whole service and keep it until Ctrl-C
 	$(BIN)/pagemill serve --model demo
@@ -64,6 +63,9 @@ fmt: $(DEV) ## format, and mend what ruff can mend
 
 proto: $(DEV) ## regenerate the stubs
 	$(BIN)/python proto/generate.py
+
+docs: $(DEV) ## regenerate docs/configuration.md from the settings classes
+	$(BIN)/python docs/configuration.py
 
 lock: $(DEV) ## renew deploy/lock, the hashes that the images install from
 	$(PIP) uv==0.13.9

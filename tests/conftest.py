@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
+
 from pagemill.model_files import ModelFileError, find_demo_model
 
 ROOT = Path(__file__).resolve().parent.parent
