@@ -10,7 +10,11 @@ from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+
+from executor_svc.codec import Int32s
+from executor_svc.lanes import Int64s, LaneMirror
 
 
 @dataclass(slots=True)
@@ -18,7 +22,8 @@ class Batch:
     """One step's tokens. Decode rows (one token) and chunks of prompts may be mixed, in any order of rows.
 
     Positions of a row are consecutive and end at ``context_lens[i] - 1``; the KV of every earlier position of the
-    row is in its blocks already, or is written by this very batch. No slot occurs twice.
+    row is in its blocks already, or is written by this very batch. Every block id is in [0, num_blocks). A sane
+    scheduler never lets two tokens share a slot; if one does, the values there are arbitrary and nothing else suffers.
     """
 
     token_ids: torch.Tensor
@@ -32,7 +37,7 @@ class Batch:
     context_lens: list[int]
     """Positions of the row that exist after this step, cached ones included; at least the row's query_len."""
     block_tables: torch.Tensor
-    """(num_rows, width) int32, 0-padded; width covers the longest row of the batch, not more than it needs."""
+    """(num_rows, width) int32, 0-padded; width is what the longest row needs. A row may have blocks beyond its need."""
     sample_rows: list[int]
     """Rows that sample, ascending. Empty: no logits are wanted, the forward only writes KV."""
 
@@ -68,7 +73,11 @@ class ModelRunner(Protocol):
     tokenizer_hash: str
 
     def allocate_kv(self, num_blocks: int) -> None:
-        """Replace the pool by one of `num_blocks` zeroed blocks; the old one's memory is given back first."""
+        """Replace the pool by one of `num_blocks` zeroed blocks; the old one's memory is given back first.
+
+        On a CPU the zeros must be lazy pages (calloc or mmap), so that a large pool costs nothing until it is used.
+        Raises MemoryError or RuntimeError if there is no such memory.
+        """
         ...
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -78,3 +87,30 @@ class ModelRunner(Protocol):
     def copy_blocks(self, src: SequenceABC[int], dst: SequenceABC[int]) -> None:
         """Copy whole blocks, pair by pair in order, within the pool."""
         ...
+
+
+def build_batch(mirror: LaneMirror, lanes: Int32s, num_tokens: Int64s) -> Batch:
+    """The batch of rows that fit (`LaneMirror.rows_that_fit`); at least one row. Changes nothing.
+
+    No Python loop over rows or tokens: everything is gathered by index.
+    """
+    starts = mirror.position[lanes]
+    ends = starts + num_tokens
+    if int(num_tokens.max()) == 1:
+        token_lanes, positions = lanes, starts
+    else:
+        firsts = np.cumsum(num_tokens) - num_tokens
+        token_lanes = np.repeat(lanes, num_tokens)
+        positions = np.arange(token_lanes.size) + np.repeat(starts - firsts, num_tokens)
+    block, offset = np.divmod(positions, mirror.block_size)
+    slots = mirror.tables[token_lanes, block].astype(np.int64) * mirror.block_size + offset
+    width = -(-int(ends.max()) // mirror.block_size)
+    return Batch(
+        token_ids=torch.from_numpy(mirror.tokens[token_lanes, positions].astype(np.int64)),
+        positions=torch.from_numpy(positions),
+        slot_mapping=torch.from_numpy(slots),
+        query_lens=num_tokens.tolist(),
+        context_lens=ends.tolist(),
+        block_tables=torch.from_numpy(mirror.tables[:, :width][lanes]),
+        sample_rows=np.flatnonzero(ends == mirror.num_tokens[lanes]).tolist(),
+    )

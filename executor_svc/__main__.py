@@ -1,0 +1,55 @@
+"""`python -m executor_svc`: load a model, say hello to the scheduler, run its plans."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from types import FrameType
+
+from executor_svc.config import ExecutorSettings
+from pagemill.settings import load
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status: 0 stopped on request, 1 refused or failed (one line says why), 2 wrong options."""
+    settings = load(ExecutorSettings, sys.argv[1:] if argv is None else argv)
+    if settings.die_with_parent:
+        _die_with_parent()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop_while_loading)
+    # Late, so that --help and wrong options answer without waiting seconds for torch.
+    from executor_svc.service import serve  # noqa: PLC0415
+
+    return serve(settings, started=_process_start())
+
+
+def _stop_while_loading(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(0)
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel for SIGTERM when the parent dies; the parent may be gone already."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent or parent == 1:
+        raise SystemExit(0)
+
+
+def _process_start() -> float:
+    """When this process began, on `time.monotonic`: imports are part of the start."""
+    try:
+        with open("/proc/self/stat", "rb") as stat:
+            ticks = int(stat.read().rpartition(b")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, AttributeError):
+        age = 0.0
+    return time.monotonic() - max(0.0, age)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""The compute thread: runs plans in order, never touches a socket.
+
+The main thread hands in plans with the epoch of their session, and takes outcomes out; a new epoch makes the thread
+drop all lanes before the next plan and skip what is left of older epochs. Both directions are bounded by the caller:
+it submits only while `num_queued` is below its limit, and every submitted plan gives at most one outcome.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import torch
+
+from executor_svc.codec import DecodedPlan, PlanError, StepOutcome
+from executor_svc.step import StepExecutor
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One plan for the thread. `arrived` is on `time.monotonic`."""
+
+    epoch: int
+    step_id: int
+    plan: DecodedPlan | PlanError
+    arrived: float
+    num_rows: int = 0
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A plan that was run."""
+
+    work: Work
+    outcome: StepOutcome
+
+
+class ComputeThread:
+    """Starts with `start`, ends with `stop`. `wake` is called from the thread after each outcome and at its end."""
+
+    def __init__(self, executor: StepExecutor, wake: Callable[[], None]) -> None:
+        self._executor = executor
+        self._wake = wake
+        self._inbox: SimpleQueue[Work | None] = SimpleQueue()
+        self._done: deque[Done] = deque()
+        self._epoch = 0
+        self._ran_epoch = 0
+        self._thread = threading.Thread(target=self._loop, name="compute", daemon=True)
+        self.running_step: int | None = None
+        """The step that runs now."""
+        self.last_step_id = 0
+        """The last step that finished."""
+        self.since = time.monotonic()
+        """When the thread began or stopped running a step, on `time.monotonic`."""
+
+    def start(self) -> None:
+        """Begin to run what is submitted."""
+        self._thread.start()
+
+    def submit(self, work: Work) -> None:
+        """Queue one plan; work of an epoch other than the last `begin` is skipped."""
+        self._inbox.put(work)
+
+    def begin(self, epoch: int) -> None:
+        """Only plans of this epoch run from now on; 0: none do. Does not wait for the step that runs now."""
+        self._epoch = epoch
+
+    @property
+    def num_queued(self) -> int:
+        """Plans that wait; the one that runs is not among them."""
+        return self._inbox.qsize()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs; it ends only by `stop`, or by an error outside every barrier."""
+        return self._thread.is_alive()
+
+    def take(self) -> Done | None:
+        """The next outcome, in the order of the plans, or None."""
+        return self._done.popleft() if self._done else None
+
+    def stop(self, timeout_s: float) -> bool:
+        """Let the running step finish and end; False if it has not ended within `timeout_s` seconds."""
+        self.begin(0)
+        self._inbox.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _loop(self) -> None:
+        try:
+            with torch.inference_mode():
+                while (work := self._inbox.get()) is not None:
+                    if work.epoch == self._epoch:
+                        self._run(work)
+        finally:
+            self._wake()
+
+    def _run(self, work: Work) -> None:
+        started = time.monotonic()
+        self.since, self.running_step = started, work.step_id
+        if work.epoch != self._ran_epoch:
+            self._executor.reset()
+            self._ran_epoch = work.epoch
+        outcome = self._executor.execute(_expired(work, started), work.step_id)
+        outcome.wait_us = min(int((started - work.arrived) * 1e6), 0xFFFFFFFF)
+        self._done.append(Done(work, outcome))
+        self.last_step_id, self.running_step, self.since = work.step_id, None, time.monotonic()
+        self._wake()
+
+
+def _expired(work: Work, now: float) -> DecodedPlan | PlanError:
+    """The plan, or the error that the scheduler has given it up already."""
+    plan = work.plan
+    if isinstance(plan, DecodedPlan) and plan.deadline_ms and (now - work.arrived) * 1000 > plan.deadline_ms:
+        return PlanError(f"began {(now - work.arrived) * 1000:.0f} ms after it came, deadline {plan.deadline_ms} ms")
+    return plan

@@ -1,0 +1,70 @@
+"""Options of an executor process."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from pagemill.endpoints import EXECUTORS_SOCKET, default_endpoint
+from pagemill.settings import ServiceSettings
+
+
+def _default_name() -> str:
+    host = "".join(char for char in socket.gethostname() if char.isascii() and (char.isalnum() or char in "-_."))
+    return f"{host or 'executor'}-{os.getpid()}"[:128]
+
+
+class ExecutorSettings(ServiceSettings):
+    """What an operator may tune. Everything measured (blocks, rates) is in the hello, never written back here."""
+
+    prog: ClassVar[str] = "executor"
+
+    model: Path = Field(description="directory in Hugging Face form (safetensors), or a GGUF file")
+    scheduler_endpoint: str = Field(
+        default_factory=lambda: default_endpoint(EXECUTORS_SOCKET),
+        description="where the scheduler takes executors: ipc://PATH or tcp://HOST:PORT",
+    )
+    insecure: bool = Field(default=False, description="allow tcp:// although it is neither encrypted nor authenticated")
+    name: str = Field(
+        default_factory=_default_name,
+        description="name of this executor in logs and metrics; visible ASCII without '/'",
+        pattern=r"^[!-.0-~]{1,128}$",
+    )
+    device: Literal["cpu"] = Field(default="cpu", description="cpu (GPUs are not supported yet)")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        default="auto",
+        description="type of weights and activations; auto: bfloat16 where this CPU computes it natively",
+    )
+    kv_dtype: Literal["auto"] = Field(default="auto", description="type of keys and values; auto: as dtype")
+    attention_backend: str = Field(default="auto", description="attention backend; auto: the best that works here")
+    num_threads: int = Field(default=0, ge=0, le=1024, description="compute threads; 0: one per usable core")
+    block_size: int = Field(default=16, ge=1, le=1024, description="token positions per KV block")
+    max_num_seqs: int = Field(default=64, ge=1, le=4096, description="most sequences in one step")
+    max_num_batched_tokens: int = Field(default=512, ge=1, le=1_048_576, description="most tokens in one step")
+    max_model_len: int | None = Field(
+        default=None, ge=2, description="most tokens of one sequence, prompt and output; default: the model's own"
+    )
+    memory_utilization: float = Field(
+        default=0.8,
+        gt=0.0,
+        le=1.0,
+        description="share of the memory limit (container's or machine's) that the executor may use in all",
+    )
+    kv_memory_bytes: int | None = Field(default=None, ge=1, description="bytes of the KV pool; default: what is left")
+    num_device_blocks: int | None = Field(default=None, ge=1, description="blocks of the KV pool; default: what fits")
+    metrics_host: str = Field(default="127.0.0.1", description="address of the metrics page")
+    metrics_port: int = Field(default=9102, ge=0, le=65535, description="port of the metrics page; 0: any free one")
+    lease_ms: int = Field(
+        default=2000,
+        ge=100,
+        le=3_600_000,
+        description="milliseconds of the scheduler's silence after which it counts as dead, until it names its own",
+    )
+    exit_after_reject: bool = Field(
+        default=True, description="exit when the scheduler refuses this executor; otherwise ask again every 5 seconds"
+    )
+    die_with_parent: bool = Field(default=False, description="end when the process that started this one ends")

@@ -1,0 +1,101 @@
+"""Puts an executor process together: runner, pool, link, metrics, signals, worker."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from types import FrameType
+
+from executor_svc.config import ExecutorSettings
+from executor_svc.memory import DoesNotFitError
+from executor_svc.metrics import ExecutorMetrics
+from executor_svc.runner import PagedRunner
+from executor_svc.runner import load as load_runner
+from executor_svc.startup import prepare
+from executor_svc.worker import Exit, Worker, WorkerOptions
+from pagemill import logs
+from pagemill.endpoints import EndpointError
+from pagemill.logs import kv
+from pagemill.zmq_links import EXECUTOR_BOUND, ZmqPeer, new_identity
+
+log = logging.getLogger(__name__)
+
+_FORCED_EXIT_STATUS = 130
+
+
+def serve(settings: ExecutorSettings, started: float) -> int:
+    """Run until stopped; returns the exit status. `started`: of the process, on `time.monotonic`."""
+    listener = logs.setup("executor", settings.log_level)
+    try:
+        return _serve(settings, started)
+    except (DoesNotFitError, EndpointError, ValueError, OSError) as error:  # OSError: files, the metrics port
+        line = " ".join(str(error).split())
+        log.debug("cannot start", exc_info=error)
+        listener.stop()
+        sys.stderr.write(f"executor: cannot start: {line}\n")
+        return Exit.FAILED.value
+    finally:
+        if listener._thread is not None:
+            listener.stop()
+
+
+def _serve(settings: ExecutorSettings, started: float) -> int:
+    phases = {"import": time.monotonic() - started}
+    metrics = ExecutorMetrics()
+    port = metrics.serve(settings.metrics_host, settings.metrics_port)
+    # Connected before the long part, so that a wrong endpoint fails at once; the hello waits until we are ready.
+    link = ZmqPeer(
+        settings.scheduler_endpoint,
+        new_identity("executor", settings.name),
+        bound=EXECUTOR_BOUND,
+        insecure=settings.insecure,
+    )
+    log.info("loading", extra=kv(model=settings.model, endpoint=settings.scheduler_endpoint, metrics_port=port))
+    runner = _load(settings)
+    phases["load"] = time.monotonic() - started - sum(phases.values())
+    log.info("warming up", extra=kv(load_s=phases["load"], weight_bytes=runner.weight_bytes))
+    ready = prepare(runner, settings)
+    phases["warm_up"] = time.monotonic() - started - sum(phases.values())
+    options = WorkerOptions(lease_s=settings.lease_ms / 1000, exit_after_reject=settings.exit_after_reject)
+    worker = Worker(link, ready.hello, ready.executor, ready.limits, metrics=metrics, options=options)
+    _stop_on_signals(worker)
+    metrics.started({**phases, "total": time.monotonic() - started}, ready.limits.num_blocks)
+    hello = ready.hello
+    log.info(
+        "ready",
+        extra=kv(
+            model=runner.model_name,
+            device=hello.device,
+            dtype=hello.dtype,
+            kv_dtype=hello.kv_dtype,
+            blocks=hello.num_device_blocks,
+            prefill_tokens_per_s=hello.prefill_tokens_per_s,
+            **{f"{phase}_s": seconds for phase, seconds in phases.items()},
+        ),
+    )
+    return worker.run().value
+
+
+def _load(settings: ExecutorSettings) -> PagedRunner:
+    return load_runner(
+        settings.model,
+        dtype=settings.dtype,
+        block_size=settings.block_size,
+        attention=settings.attention_backend,
+        num_threads=settings.num_threads or None,
+    )
+
+
+def _stop_on_signals(worker: Worker) -> None:
+    """The first SIGTERM or SIGINT stops the worker in order, the second ends the process at once."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if worker.stopping:
+            os._exit(_FORCED_EXIT_STATUS)
+        worker.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)
