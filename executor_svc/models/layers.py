@@ -1,0 +1,59 @@
+"""The small parts that own models are made of: linear layers with weights packed for oneDNN, RMSNorm."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch.nn import functional
+
+
+@functools.cache
+def packs_bfloat16() -> bool:
+    """Whether this CPU computes bfloat16 natively, so that bfloat16 is the default and oneDNN packing pays."""
+    return bool(torch._C._has_mkldnn) and any(
+        check() for check in (torch.cpu._is_avx512_bf16_supported, torch.cpu._is_amx_tile_supported)
+    )
+
+
+class Linear:
+    """y = x Wᵀ + b.
+
+    On bfloat16 CPUs the weight is kept only in oneDNN's own blocked layout, reordered once: 2 x faster at 1 to 4 rows,
+    1.3 x at 16, equal from 64 on (measured, torch 2.13). Elsewhere it is an ordinary dense weight.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.nbytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
+        self._packed = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and packs_bfloat16()
+        self.packed_nbytes = weight.nbytes if self._packed else 0
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._packed else weight
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """(rows, in_features) to (rows, out_features)."""
+        if self._packed:
+            out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+            return out
+        return functional.linear(x, self._weight, self._bias)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """residual + y, the sum taken before rounding where weights are packed."""
+        if self._packed:
+            out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._weight, self._bias, "add")
+            return out
+        return residual + functional.linear(x, self._weight, self._bias)
+
+
+class RmsNorm:
+    """x / rms(x) * weight, computed in float32."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        self._weight = weight
+        self._shape = tuple(weight.shape)
+        self._eps = eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Over the last dimension; same shape and dtype as `x`."""
+        return functional.rms_norm(x, self._shape, self._weight, self._eps)

@@ -1,0 +1,220 @@
+"""The Llama shape: Llama, Mistral, Qwen2, Qwen3 and what is built like them, on a flat batch of tokens.
+
+Tokens of all rows lie one after another, without padding; only attention knows rows. Projections that share an input
+are one matrix (q, k, v; gate, up). After each layer there is one residual stream and no other state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from executor_svc.attention.base import AttentionOptions, AttentionStep
+from executor_svc.models.base import ModelShape
+from executor_svc.models.layers import Linear, RmsNorm
+from executor_svc.models.rope import (
+    RopeSpec,
+    RotaryTable,
+    UnsupportedModelError,
+    inverse_frequencies,
+    rope_spec,
+    rotate,
+)
+from executor_svc.weights.source import WeightSource, check_shape
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaSpec:
+    """The configuration, checked and with every default filled in."""
+
+    shape: ModelShape
+    hidden_size: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope: RopeSpec
+    tied_embeddings: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    windows: tuple[int | None, ...]
+    """Sliding window per layer; None: full attention."""
+
+
+def llama_spec(config: dict[str, Any]) -> LlamaSpec:
+    """From a Hugging Face configuration. Raises UnsupportedModelError with one line."""
+    family = ARCHITECTURES[config["architectures"][0]]
+    if config.get("hidden_act", "silu") != "silu":
+        raise UnsupportedModelError(f"activation {config['hidden_act']!r} is not supported (silu is)")
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method")
+        raise UnsupportedModelError(f"quantised checkpoints ({method}) are not supported")
+    heads = _count(config, "num_attention_heads")
+    kv_heads = _count(config, "num_key_value_heads", heads)
+    hidden = _count(config, "hidden_size")
+    head_dim = _count(config, "head_dim", hidden // heads)
+    if heads % kv_heads or head_dim % 2:
+        raise UnsupportedModelError(f"{heads} heads of size {head_dim} do not share {kv_heads} KV heads")
+    layers = _count(config, "num_hidden_layers")
+    bias = bool(config.get("attention_bias", False))
+    shape = ModelShape(
+        layers, heads, kv_heads, head_dim, _count(config, "vocab_size"), _count(config, "max_position_embeddings")
+    )
+    return LlamaSpec(
+        shape=shape,
+        hidden_size=hidden,
+        intermediate_size=_count(config, "intermediate_size"),
+        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope=rope_spec(config, head_dim),
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=family == "qwen2" or (family != "mistral" and bias),
+        out_bias=family in ("llama", "qwen3") and bias,
+        mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
+        qk_norm=family == "qwen3",
+        windows=_windows(config, family, layers),
+    )
+
+
+def _count(config: dict[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    value = default if value is None else value
+    if type(value) is not int or not 0 < value < 1 << 31:
+        raise UnsupportedModelError(f"configuration: {key} must be a positive number (got {value!r})")
+    return value
+
+
+def _windows(config: dict[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
+    """Mistral slides in every layer; Qwen only where `use_sliding_window` and `layer_types` say so."""
+    window = config.get("sliding_window")
+    if window is None or family == "llama" or (family != "mistral" and not config.get("use_sliding_window", False)):
+        return (None,) * layers
+    if family == "mistral":
+        return (int(window),) * layers
+    kinds = config.get("layer_types")
+    if kinds is None:  # as transformers derives them
+        first = config.get("max_window_layers", 28)
+        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+
+
+class _Layer:
+    """One decoder layer."""
+
+    def __init__(self, spec: LlamaSpec, loader: _Loader, index: int) -> None:
+        s = spec.shape
+        q_size, kv_size = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
+        attn, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
+        eps = spec.rms_norm_eps
+        self.input_norm = loader.norm(f"model.layers.{index}.input_layernorm", spec.hidden_size, eps)
+        parts = [(f"{attn}.q_proj", q_size), (f"{attn}.k_proj", kv_size), (f"{attn}.v_proj", kv_size)]
+        self.qkv = loader.linear(parts, spec.hidden_size, bias=spec.qkv_bias)
+        self.q_norm = loader.norm(f"{attn}.q_norm", s.head_dim, eps) if spec.qk_norm else None
+        self.k_norm = loader.norm(f"{attn}.k_norm", s.head_dim, eps) if spec.qk_norm else None
+        self.out = loader.linear([(f"{attn}.o_proj", spec.hidden_size)], q_size, bias=spec.out_bias)
+        self.mlp_norm = loader.norm(f"model.layers.{index}.post_attention_layernorm", spec.hidden_size, eps)
+        inner = spec.intermediate_size
+        self.gate_up = loader.linear(
+            [(f"{mlp}.gate_proj", inner), (f"{mlp}.up_proj", inner)], spec.hidden_size, bias=spec.mlp_bias
+        )
+        self.down = loader.linear([(f"{mlp}.down_proj", spec.hidden_size)], inner, bias=spec.mlp_bias)
+        self.options = AttentionOptions(window=spec.windows[index])
+        self._index = index
+        self._shape = s
+        self._inner = inner
+
+    def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+        x = self.out.add_to(x, self._attention(self.input_norm(x), cos, sin, step))
+        gate_up = self.gate_up(self.mlp_norm(x))
+        gate, up = gate_up[:, : self._inner], gate_up[:, self._inner :]
+        return self.down.add_to(x, functional.silu(gate).mul_(up))
+
+    def _attention(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+        s = self._shape
+        heads = self.qkv(x).view(x.shape[0], s.num_heads + 2 * s.num_kv_heads, s.head_dim)
+        turning = heads[:, : s.num_heads + s.num_kv_heads]
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = turning[:, : s.num_heads], turning[:, s.num_heads :]
+            turning = torch.cat((self.q_norm(query), self.k_norm(key)), dim=1)
+        turned = rotate(turning, cos, sin)
+        heads[:, s.num_heads : s.num_heads + s.num_kv_heads] = turned[:, s.num_heads :]
+        step.write(self._index, heads[:, s.num_heads :].view(-1, 2, s.num_kv_heads, s.head_dim))
+        return step.attend(self._index, turned[:, : s.num_heads], self.options)
+
+
+class LlamaModel:
+    """`CausalLM` of the Llama shape."""
+
+    implementation = "own (llama shape)"
+
+    def __init__(self, spec: LlamaSpec, source: WeightSource, dtype: torch.dtype) -> None:
+        self.shape = spec.shape
+        self.dtype = dtype
+        loader = _Loader(source, dtype)
+        vocab, hidden = spec.shape.vocab_size, spec.hidden_size
+        self._embedding = loader.tensor("model.embed_tokens.weight", (vocab, hidden))
+        self._layers = [_Layer(spec, loader, i) for i in range(spec.shape.num_layers)]
+        self._norm = loader.norm("model.norm", hidden, spec.rms_norm_eps)
+        if spec.tied_embeddings:
+            # Looking up rows needs the dense matrix, multiplying wants the packed one: the one weight held twice.
+            self._head = Linear(self._embedding)
+            loader.nbytes += self._head.packed_nbytes
+        else:
+            self._head = loader.linear([("lm_head", vocab)], hidden, bias=False)
+        factors = getattr(source, "rope_factors", lambda: None)()
+        self._rotary = RotaryTable(*inverse_frequencies(spec.rope, factors), dtype)
+        self.weight_bytes = loader.nbytes
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep, sample: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """As `CausalLM.forward`."""
+        cos, sin = self._rotary.lookup(positions)
+        x = self._embedding[token_ids]
+        for layer in self._layers:
+            x = layer(x, cos, sin, step)
+        return None if sample is None else self._head(self._norm(x[sample]))
+
+
+class _Loader:
+    """Reads weights straight into the memory they will stay in, and counts the bytes."""
+
+    def __init__(self, source: WeightSource, dtype: torch.dtype) -> None:
+        self._source = source
+        self._dtype = dtype
+        self.nbytes = 0
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        check_shape(name, self._source.shape(name), shape)  # before memory is taken for it
+        out = torch.empty(shape, dtype=self._dtype)
+        self._source.read_into(name, out)
+        self.nbytes += out.nbytes
+        return out
+
+    def norm(self, name: str, size: int, eps: float) -> RmsNorm:
+        return RmsNorm(self.tensor(f"{name}.weight", (size,)), eps)
+
+    def linear(self, parts: list[tuple[str, int]], in_features: int, *, bias: bool) -> Linear:
+        """One matrix of the named projections, one below the other."""
+        for name, size in parts:
+            check_shape(f"{name}.weight", self._source.shape(f"{name}.weight"), (size, in_features))
+        weight = torch.empty(sum(size for _, size in parts), in_features, dtype=self._dtype)
+        offset, biases = 0, []
+        for name, size in parts:
+            self._source.read_into(f"{name}.weight", weight[offset : offset + size])
+            offset += size
+            if bias:
+                biases.append(torch.empty(size, dtype=self._dtype))
+                self._source.read_into(f"{name}.bias", biases[-1])
+        layer = Linear(weight, torch.cat(biases) if biases else None)
+        self.nbytes += layer.nbytes
+        return layer

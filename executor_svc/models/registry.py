@@ -1,0 +1,39 @@
+"""Picks who runs a model: the own implementation where there is one, else transformers; says why."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from executor_svc.models.base import CausalLM
+from executor_svc.models.llama import ARCHITECTURES, LlamaModel, llama_spec
+from executor_svc.models.rope import UnsupportedModelError
+from executor_svc.weights.source import open_source
+from pagemill.logs import kv
+from pagemill.model_files import ModelFormat, ModelInfo
+
+log = logging.getLogger(__name__)
+
+
+def load_model(info: ModelInfo, dtype: torch.dtype) -> CausalLM:
+    """The model with its weights in memory.
+
+    Raises UnsupportedModelError or WeightError with one line. transformers is imported only if it is needed (seconds).
+    """
+    architecture = str((info.config.get("architectures") or ["none"])[0])
+    reason = f"no own implementation of {architecture}"
+    if architecture in ARCHITECTURES:
+        try:
+            spec = llama_spec(info.config)
+        except UnsupportedModelError as error:
+            reason = str(error)
+        else:
+            log.info("model", extra=kv(architecture=architecture, implementation="own", reason="llama shape"))
+            return LlamaModel(spec, open_source(info), dtype)
+    if info.format is ModelFormat.GGUF:
+        raise UnsupportedModelError(f"{info.path.name}: {reason}; transformers runs only Hugging Face directories")
+    log.info("model", extra=kv(architecture=architecture, implementation="transformers", reason=reason))
+    from executor_svc.models.transformers_model import TransformersModel  # noqa: PLC0415
+
+    return TransformersModel(info, dtype)

@@ -1,0 +1,129 @@
+"""`ModelRunner` on a CPU: a model, a paged pool and an attention backend; one forward per batch."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence as SequenceABC
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+
+from executor_svc.attention.base import AttentionBackend, AttentionError
+from executor_svc.attention.sdpa import SdpaBackend
+from executor_svc.batch import Batch
+from executor_svc.kv.pool import KvGeometry, KvPool
+from executor_svc.models.base import CausalLM
+from executor_svc.models.layers import packs_bfloat16
+from executor_svc.models.registry import load_model
+from pagemill.logs import kv
+from pagemill.model_files import ModelInfo, read_model_info
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+BACKENDS: dict[str, type[AttentionBackend]] = {"sdpa": SdpaBackend}
+
+
+class PagedRunner:
+    """See `executor_svc.batch.ModelRunner`. Built by `load`."""
+
+    def __init__(
+        self, info: ModelInfo, model: CausalLM, backend: AttentionBackend, block_size: int, kv_dtype: torch.dtype
+    ) -> None:
+        shape = model.shape
+        self._model = model
+        self._backend = backend
+        self._pool: KvPool | None = None
+        self.geometry = KvGeometry(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, kv_dtype)
+        refusal = backend.refusal(self.geometry)
+        if refusal is not None:
+            raise AttentionError(refusal)
+        self.info = info
+        self.vocab_size = shape.vocab_size
+        self.max_model_len = shape.max_model_len
+        self.block_size = block_size
+        self.num_blocks = 0
+        self.bytes_per_block = self.geometry.bytes_per_block
+        self.weight_bytes = model.weight_bytes
+        self.dtype_name = str(model.dtype).removeprefix("torch.")
+        self.kv_dtype_name = str(kv_dtype).removeprefix("torch.")
+        self.device_name = f"cpu: {torch.get_num_threads()} threads"
+        self.attention_name = backend.name
+        self.model_name = info.name
+        self.fingerprint = info.fingerprint
+        self.tokenizer_hash = info.tokenizer_hash
+
+    def allocate_kv(self, num_blocks: int) -> None:
+        """As `ModelRunner.allocate_kv`."""
+        self._pool, self.num_blocks = None, 0  # the old memory goes first
+        self._pool, self.num_blocks = KvPool(self.geometry, num_blocks), num_blocks
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """As `ModelRunner.forward`."""
+        with torch.inference_mode():
+            step = self._backend.begin(batch, self._require_pool())
+            sample = None
+            if batch.sample_rows:
+                ends = list(accumulate(batch.query_lens))
+                sample = torch.tensor([ends[row] - 1 for row in batch.sample_rows])
+            logits = self._model.forward(batch.token_ids, batch.positions, step, sample)
+            return torch.empty(0, self.vocab_size) if logits is None else logits.float()
+
+    def copy_blocks(self, src: SequenceABC[int], dst: SequenceABC[int]) -> None:
+        """As `ModelRunner.copy_blocks`."""
+        self._require_pool().copy_blocks(src, dst)
+
+    @property
+    def pool(self) -> KvPool:
+        """The pool's bytes, for transfers between tiers and for tests."""
+        return self._require_pool()
+
+    def _require_pool(self) -> KvPool:
+        if self._pool is None:
+            raise RuntimeError("allocate_kv must come first")
+        return self._pool
+
+
+def load(
+    model: Path | str | ModelInfo,
+    *,
+    dtype: str = "auto",
+    block_size: int = 16,
+    attention: str = "auto",
+    num_threads: int | None = None,
+) -> PagedRunner:
+    """Load a model and return its runner, without a KV pool yet.
+
+    `dtype`: "bfloat16", "float32", or "auto" (bfloat16 where the CPU computes it natively). `num_threads`: None takes
+    the CPUs this process may use. Raises ValueErrors (ModelFileError, UnsupportedModelError, WeightError,
+    AttentionError) whose text is one line for the operator.
+    """
+    if dtype not in (*DTYPES, "auto"):
+        raise ValueError(f"dtype must be one of auto, {', '.join(DTYPES)} (got {dtype!r})")
+    if attention not in (*BACKENDS, "auto"):
+        raise AttentionError(f"attention backend must be one of auto, {', '.join(BACKENDS)} (got {attention!r})")
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1 (got {block_size})")
+    torch.set_num_threads(num_threads or usable_cpus())
+    info = model if isinstance(model, ModelInfo) else read_model_info(model)
+    chosen = DTYPES[("bfloat16" if packs_bfloat16() else "float32") if dtype == "auto" else dtype]
+    with torch.inference_mode():
+        loaded = load_model(info, chosen)
+    name = "sdpa" if attention == "auto" else attention
+    reason = "the only backend for CPUs" if attention == "auto" else "forced"
+    log.info("attention", extra=kv(backend=name, reason=reason))
+    return PagedRunner(info, loaded, BACKENDS[name](), block_size, chosen)
+
+
+def usable_cpus() -> int:
+    """CPUs this process may really use: its affinity, and the cgroup's quota rounded up."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            count = min(count, -(-int(quota) // int(period)))
+    except (OSError, ValueError):  # no cgroup v2, or none with a CPU controller
+        pass
+    return max(1, count)
