@@ -1,0 +1,70 @@
+"""Options of the gateway process: flags, environment and file, validated once."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import Field, model_validator
+
+from pagemill.endpoints import GATEWAYS_SOCKET, default_endpoint
+from pagemill.settings import ServiceSettings
+
+
+class GatewaySettings(ServiceSettings):
+    """All that an operator may choose about a gateway."""
+
+    prog: ClassVar[str] = "pagemill gateway"
+
+    model: Path
+    """Model whose tokenizer and chat template are used: a Hugging Face directory or a GGUF file."""
+    model_name: str = Field(default="", max_length=128, pattern=r"^[\x21-\x7e]*$")
+    """Name that clients use for the model. Default: the model file's or directory's own name."""
+    scheduler_endpoint: str = Field(default_factory=lambda: default_endpoint(GATEWAYS_SOCKET))
+    """Where the scheduler's gateway socket is: ipc://PATH or (with --insecure) tcp://HOST:PORT."""
+    insecure: bool = False
+    """Allow plaintext where encryption belongs: a tcp link to the scheduler, a public address without TLS."""
+    host: str = "127.0.0.1"
+    """Address to serve gRPC on."""
+    port: int = Field(default=50051, ge=0, le=65535)
+    """Port to serve gRPC on; 0 takes a free one."""
+    metrics_host: str = "127.0.0.1"
+    """Address to serve Prometheus metrics on."""
+    metrics_port: int = Field(default=9100, ge=0, le=65535)
+    """Port to serve Prometheus metrics on; 0 serves none."""
+    reflection: bool = False
+    """Offer gRPC server reflection."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Most tokens of prompt and output together. Default: the model's own limit, or the executor's if that is lower."""
+    max_live_requests: int = Field(default=10_000, ge=1)
+    """Requests in this gateway, waiting or running, beyond which new ones get QUEUE_FULL."""
+    max_streams_per_connection: int = Field(default=100, ge=1)
+    """Concurrent calls per client connection; further ones wait inside the client, which may open more connections."""
+    slow_client_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds that a client may leave its stream unread before it is ended with SLOW_CONSUMER."""
+    session_wait_s: float = Field(default=3.0, ge=0)
+    """Seconds that a new request waits while the scheduler is not connected, before NOT_READY."""
+    drain_timeout_s: float = Field(default=30.0, ge=0)
+    """Seconds that running streams get to finish after SIGTERM."""
+    chat_render_timeout_s: float = Field(default=2.0, gt=0)
+    """Seconds that one rendering of the chat template may take."""
+    die_with_parent: bool = False
+    """Exit when the process that started this one dies."""
+
+    @model_validator(mode="after")
+    def _plaintext_stays_at_home(self) -> GatewaySettings:
+        for host, flag in ((self.host, "--host"), (self.metrics_host, "--metrics-host")):
+            if not self.insecure and not is_loopback(host):
+                raise ValueError(f"{flag} {host} is not a loopback address: without TLS that needs --insecure")
+        return self
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address can be reached from this machine only. Names other than localhost count as public."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

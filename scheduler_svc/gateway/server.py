@@ -1,0 +1,179 @@
+"""Puts a gateway together, serves, and takes it down in order.
+
+Drain: readiness goes off, new work is refused with DRAINING (over the open port, so that clients hear the reason),
+running streams get their time, what is left then ends with DRAINING, and the process leaves with status 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from pagemill.errors import PagemillError, Reason
+from pagemill.logs import kv
+from pagemill.model_files import ModelInfo
+from pagemill.v1 import inference_pb2_grpc, model_pb2_grpc
+from scheduler_svc.gateway.chat import ChatTemplate
+from scheduler_svc.gateway.config import GatewaySettings
+from scheduler_svc.gateway.metrics import GatewayMetrics
+from scheduler_svc.gateway.models_service import ModelService
+from scheduler_svc.gateway.prompts import PromptEncoder
+from scheduler_svc.gateway.registry import Registry
+from scheduler_svc.gateway.scheduler_client import AsyncLink, Identity, SchedulerClient
+from scheduler_svc.gateway.service import InferenceService, ServedModel
+from scheduler_svc.gateway.status import ErrorInterceptor
+from scheduler_svc.gateway.tokenizer import TextTokenizer, TokenizerPool
+from scheduler_svc.gateway.validation import LIMITS
+
+_log = logging.getLogger(__name__)
+
+READINESS_SERVICE = "pagemill.v1.InferenceService"
+_MAX_MESSAGE_BYTES = 8 * 1024 * 1024
+_MAX_METADATA_BYTES = 16 * 1024
+_LAST_WORD_S = 2.0
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def server_options(settings: GatewaySettings) -> list[tuple[str, int]]:
+    """Options of the gRPC server. A misspelt name is ignored silently by grpc, so a test looks each one up."""
+    return [
+        ("grpc.so_reuseport", 0),  # otherwise a second process could bind the same port unnoticed
+        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+        ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
+        ("grpc.max_concurrent_streams", settings.max_streams_per_connection),
+        # Clients may ping a quiet stream every 10 s (load balancers cut idle connections); the default allows 5 min.
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.max_connection_idle_ms", 3_600_000),
+    ]
+
+
+@dataclass
+class Gateway:
+    """A gateway over a link to a scheduler. `start`, then `drain` or `stop`."""
+
+    settings: GatewaySettings
+    info: ModelInfo
+    tokenizer: TextTokenizer
+    link: AsyncLink
+    identity: Identity
+    metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
+    port: int = 0
+    """Port that gRPC is served on, once started."""
+
+    async def start(self) -> None:
+        """Serve. Raises TemplateCompileError, or OSError when the port cannot be had."""
+        model = ServedModel(
+            self.settings.model_name or self.info.name,
+            self.info,
+            min(self.info.max_model_len, self.settings.max_model_len or self.info.max_model_len),
+        )
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._background: set[asyncio.Task[object]] = set()
+        self.registry = Registry(self.metrics, max_live=self.settings.max_live_requests)
+        self.scheduler = SchedulerClient(self.link, self.identity, self.metrics, on_ready=self._on_ready)
+        self.pool = TokenizerPool(self.tokenizer, LIMITS.prompt_bytes_per_token * model.max_model_len)
+        self._chat = self._chat_template()
+        self.inference = InferenceService(
+            model,
+            pool=self.pool,
+            prompts=PromptEncoder(self.pool, self._chat),
+            scheduler=self.scheduler,
+            registry=self.registry,
+            metrics=self.metrics,
+            session_wait_s=self.settings.session_wait_s,
+        )
+        self._server = self._build_server(ModelService(model, self.inference, self.scheduler))
+        await self._health.set("", _SERVING)
+        await self._health.set(READINESS_SERVICE, _NOT_SERVING)
+        if self._chat is not None:
+            await self._chat.start()
+        await self._server.start()
+        self._link_task = asyncio.create_task(self.scheduler.run())
+        self._sweep_task = asyncio.create_task(self._sweep())
+        _log.info("serving", extra=kv(host=self.settings.host, port=self.port, model=model.name))
+
+    async def run(self) -> None:
+        """Until the link to the scheduler ends, which it only does by raising (SchedulerRejectedError, in a group)."""
+        await self._link_task
+
+    async def drain(self) -> None:
+        """Finish what runs, refuse what comes, stop."""
+        _log.info("draining", extra=kv(calls=len(self.registry)))
+        self.registry.draining = True
+        await self._health.set(READINESS_SERVICE, _NOT_SERVING)
+        if not await self.registry.wait_empty(self.settings.drain_timeout_s):
+            self.registry.end_all(PagemillError(Reason.DRAINING, "the server is shutting down"))
+            await self.registry.wait_empty(_LAST_WORD_S)
+        await self.stop(grace_s=_LAST_WORD_S)
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Stop now; calls that still run get `grace_s` seconds."""
+        self.registry.draining = True
+        await self._server.stop(grace_s)
+        for task in (self._link_task, self._sweep_task, *self._background):
+            task.cancel()
+        await asyncio.gather(self._link_task, self._sweep_task, *self._background, return_exceptions=True)
+        self.scheduler.close()
+        if self._chat is not None:
+            await self._chat.close()
+        self.pool.close()
+        _log.info("stopped")
+
+    def _chat_template(self) -> ChatTemplate | None:
+        if self.info.chat_template is None:
+            return None
+        controls = [control.text for control in self.tokenizer.controls]
+        return ChatTemplate(
+            self.info.chat_template, self.info.special_tokens, controls, timeout_s=self.settings.chat_render_timeout_s
+        )
+
+    def _build_server(self, models: ModelService) -> grpc.aio.Server:
+        server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=server_options(self.settings))
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.inference, server)  # type: ignore[no-untyped-call]
+        model_pb2_grpc.add_ModelServiceServicer_to_server(models, server)  # type: ignore[no-untyped-call]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        if self.settings.reflection:
+            _add_reflection(server)
+        host = self.settings.host
+        address = f"[{host}]" if ":" in host and not host.startswith("[") else host
+        try:
+            self.port = server.add_insecure_port(f"{address}:{self.settings.port}")
+        except RuntimeError as error:
+            raise OSError(f"cannot serve on {address}:{self.settings.port}: is the port taken?") from error
+        return server
+
+    def _on_ready(self, ready: bool) -> None:
+        status = _SERVING if ready and not self.registry.draining else _NOT_SERVING
+        task = asyncio.get_running_loop().create_task(self._health.set(READINESS_SERVICE, status))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _sweep(self) -> None:
+        """Look for clients that do not read, several times per timeout but at most once a second."""
+        pause = min(1.0, self.settings.slow_client_timeout_s / 4)
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(pause)
+            if time.monotonic() - before > 2 * pause + 1:
+                continue  # this process was stopped or starved: give clients the time that it did not have
+            cut = self.registry.cut_slow(self.settings.slow_client_timeout_s)
+            if cut:
+                _log.warning("slow clients cut", extra=kv(calls=cut))
+
+
+def _add_reflection(server: grpc.aio.Server) -> None:
+    from grpc_reflection.v1alpha import reflection  # noqa: PLC0415 (costs start-up time, seldom wanted)
+
+    names = ("pagemill.v1.InferenceService", "pagemill.v1.ModelService", "grpc.health.v1.Health")
+    reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
