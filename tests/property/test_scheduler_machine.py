@@ -1,0 +1,159 @@
+"""Anything may happen to the scheduler at any moment, in pools of a few blocks; `driver` checks everything.
+
+Two machines: one keeps the pool under pressure, the other adds every kind of loss.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from scheduler_svc.core.params import ExecutorLimits, QueuePolicy, SchedulerConfig
+from scheduler_svc.core.plan import RowErrorCode
+from tests.property.driver import Driver, prompt_of
+
+
+def executor_limits(depth: int) -> st.SearchStrategy[ExecutorLimits]:
+    return st.builds(
+        ExecutorLimits,
+        block_size=st.integers(1, 4),
+        num_device_blocks=st.integers(4, 8),
+        max_rows=st.integers(2, 5),
+        max_tokens=st.integers(2, 12),
+        num_lanes=st.integers(2, 4 * (depth + 1)),
+        max_model_len=st.integers(6, 30),
+    )
+
+
+configs = st.builds(
+    SchedulerConfig,
+    max_num_batched_tokens=st.integers(1, 10),
+    max_num_seqs=st.integers(1, 4),
+    max_prefill_chunk=st.integers(1, 6),
+    queue_policy=st.sampled_from(QueuePolicy),
+    max_skip_ahead=st.integers(0, 3),
+    watermark=st.sampled_from([0.0, 0.01, 0.3]),
+    pipeline_depth=st.integers(1, 4),
+    max_queue_requests=st.just(12),
+)
+requests = st.fixed_dictionaries(
+    {
+        "length": st.integers(1, 12),
+        "max_tokens": st.integers(1, 16),
+        "stops": st.frozensets(st.integers(0, 49), max_size=3),
+        "min_tokens": st.integers(0, 3),
+        "priority": st.sampled_from([0, 0, 0, 1, 2]),
+        "group": st.integers(0, 2),
+    }
+)
+
+
+class PressureMachine(RuleBasedStateMachine):
+    """Sequences come, run, stop and are cancelled."""
+
+    driver: Driver
+
+    @initialize(config=configs, data=st.data(), burst=st.sampled_from([1, 1, 3]))
+    def start(self, config: SchedulerConfig, data: st.DataObject, burst: int) -> None:
+        self.driver = Driver(config, burst=burst)
+        self.limits = executor_limits(config.pipeline_depth)
+        self.driver.attach(data.draw(self.limits))
+
+    def submit_one(self, request: dict[str, Any], **fields: Any) -> None:
+        driver = self.driver
+        request = request | fields
+        driver.submit(prompt_of(request.pop("length"), len(driver.specs)), request.pop("max_tokens"), **request)
+
+    @rule(wanted=st.lists(requests, min_size=1, max_size=4))
+    def submit(self, wanted: list[dict[str, Any]]) -> None:
+        for request in wanted:
+            self.submit_one(request)
+
+    @rule(index=st.integers(0, 10))
+    def cancel(self, index: int) -> None:
+        if live := self.driver.live:
+            self.driver.cancel(live[index % len(live)])
+
+    @rule()
+    def schedule(self) -> None:
+        self.driver.schedule()
+
+    @rule(count=st.integers(1, 4))
+    def apply(self, count: int) -> None:
+        for _ in range(count):
+            self.driver.apply()
+
+    @rule(count=st.integers(1, 12))
+    def run_steps(self, count: int) -> None:
+        for _ in range(count):
+            self.driver.step()
+
+    def teardown(self) -> None:
+        driver = getattr(self, "driver", None)
+        if driver is None:
+            return
+        if driver.executor is None:
+            driver.attach(ExecutorLimits(2, 8, 4, 8, 20, 30))
+        driver.drain(2000)
+
+
+class LossMachine(PressureMachine):
+    """Besides, deadlines pass, rows and steps fail, results come twice or never, and executors come and go."""
+
+    @rule(request=requests, deadline=st.none() | st.floats(0.0, 0.3), queue_deadline=st.none() | st.floats(0.0, 0.2))
+    def submit_with_deadlines(
+        self, request: dict[str, Any], deadline: float | None, queue_deadline: float | None
+    ) -> None:
+        now = self.driver.now
+        self.submit_one(
+            request,
+            deadline=None if deadline is None else now + deadline,
+            queue_deadline=None if queue_deadline is None else now + queue_deadline,
+        )
+
+    @rule(request=requests, num_emitted=st.integers(1, 6))
+    def resubmit(self, request: dict[str, Any], num_emitted: int) -> None:
+        self.submit_one(request, num_emitted=num_emitted)
+
+    @rule(seq_id=st.integers(0, 1020))
+    def cancel_any(self, seq_id: int) -> None:
+        self.driver.cancel(seq_id)
+
+    @rule(seconds=st.sampled_from([0.0, 0.01, 0.1]))
+    def advance(self, seconds: float) -> None:
+        self.driver.advance(seconds)
+
+    @rule(row=st.integers(0, 3), code=st.sampled_from(RowErrorCode))
+    def schedule_with_a_row_error(self, row: int, code: RowErrorCode) -> None:
+        self.driver.schedule({row: code})
+
+    @precondition(lambda self: self.driver.plans)
+    @rule(back=st.integers(0, 3))
+    def a_result_that_is_not_expected_is_ignored(self, back: int) -> None:
+        driver = self.driver
+        step_id = driver.plans[-1].step_id - back - driver.scheduler.num_inflight_plans
+        if step_id >= 1 and not any(result.step_id == step_id for result in driver.results):
+            driver.apply_unexpected(step_id)
+
+    @rule(data=st.data(), kind=st.sampled_from(["fail", "detach", "attach", "detach and attach"]))
+    def lose_the_executor(self, data: st.DataObject, kind: str) -> None:
+        if kind == "fail":
+            self.driver.fail_step()
+        if "detach" in kind:
+            self.driver.detach()
+        if "attach" in kind.replace("detach", ""):
+            self.driver.attach(data.draw(self.limits))
+
+
+TestPressure = PressureMachine.TestCase
+TestPressure.settings = settings(
+    max_examples=200,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+TestLoss = LossMachine.TestCase
+TestLoss.settings = settings(TestPressure.settings, max_examples=300)
