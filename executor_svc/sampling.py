@@ -32,8 +32,10 @@ _MASK64 = (1 << 64) - 1
 _GOLDEN64 = 0x9E3779B97F4A7C15
 _SLACK = 1e-3
 """Relative margin of the float32 preselections, whose own error is below 1e-4; the float64 pass behind them decides."""
-_CLIP = 80.0
-"""exp(80) is finite in float32. A token that far below the best is preselected only when its v is below 1e-9."""
+_CLIP = 64.0
+"""exp(64) * 2**32 is finite in float32. A token that far below the best can win only with a v below 2**-80."""
+_COARSE = np.uint32(1024)
+"""From here on, 32 bits of v tell it to better than `_SLACK`."""
 
 
 class NumericalError(ArithmeticError):
@@ -70,6 +72,7 @@ class Sampler:
     def __init__(self, vocab_size: int) -> None:
         self._row: Float32s = np.empty(vocab_size, np.float32)
         self._work: Float32s = np.empty(vocab_size, np.float32)
+        self._early: Float32s = np.empty(vocab_size, np.float32)
         self._hash: UInt32s = np.empty(vocab_size, np.uint32)
         self._shifted: UInt32s = np.empty(vocab_size, np.uint32)
         self._spread: UInt32s = np.arange(vocab_size, dtype=np.uint32) * np.uint32(0x9E3779B9)
@@ -102,15 +105,17 @@ class Sampler:
             return best
         top = float(row[best])
         key = stream_key(seed, choice, position)
-        kept = self._filter(top, params)
-        if kept is None:
-            kept = self._contenders(top, params.temperature, key)
-        return _race(kept, _scaled(row, kept, top, params.temperature), key)
+        with np.errstate(over="ignore"):  # differences beyond float32 become infinite: a weight of 0, as it should be
+            kept = self._filter(top, params)
+            if kept is None:
+                kept = self._contenders(top, params.temperature, key)
+            return _race(kept, _scaled(row, kept, top, params.temperature), key)
 
     def filtered(self, logits: Float32s, params: SamplingParams) -> Int64s:
         """Ids that pass the filters, ascending: what `choose` chooses from. For finite logits."""
         np.copyto(self._row, logits)
-        kept = self._filter(float(self._row.max()), params)
+        with np.errstate(over="ignore"):
+            kept = self._filter(float(self._row.max()), params)
         return np.arange(self._row.size) if kept is None else np.sort(kept)
 
     def _filter(self, top: float, params: SamplingParams) -> Int64s | None:
@@ -154,17 +159,21 @@ class Sampler:
         return np.exp(work, out=work)
 
     def _contenders(self, top: float, temperature: float, key: int) -> Int64s:
-        """The few ids, ascending, that can win the race among all: an upper 32 bits' look at everybody's clock."""
-        work = self._work
+        """The few ids, ascending, that can win the race among all: a look at the upper 32 bits of everybody's v."""
+        work, early = self._work, self._early
         np.subtract(np.float32(top), self._row, out=work)
         np.divide(work, np.float32(temperature), out=work)
         np.minimum(work, np.float32(_CLIP), out=work)
         np.exp(work, out=work)
-        early = np.multiply(work, self._high_bits(key), out=work)  # v * 2**32 / weight, rounded down in v
-        # A clock shows -log1p(-v) >= v. So who is not ahead of the leader's exact time by v alone cannot win.
+        bits = self._high_bits(key)
+        np.maximum(bits, _COARSE, out=bits)  # so the leader's weight is never so small that dividing by it overflows
+        np.copyto(early, bits, casting="unsafe")  # float32 all the way: twice as fast
+        np.multiply(early, work, out=early)  # v * 2**32 / weight
+        # A clock shows -log1p(-v) >= v. So who is not ahead of the leader's exact time by v alone cannot win; below
+        # _COARSE the upper bits say too little, so those few ids (one in four million) are always looked at.
         leader = np.array([int(early.argmin())])
         first = _clocks(leader, key)[0] / math.exp(_scaled(self._row, leader, top, temperature)[0])
-        return np.flatnonzero(early <= first * 2.0**32 * (1.0 + _SLACK))
+        return np.flatnonzero((early <= first * 2.0**32 * (1.0 + 2 * _SLACK)) | (bits == _COARSE))
 
     def _high_bits(self, key: int) -> UInt32s:
         """`high_bits` of all ids, in place."""

@@ -35,6 +35,10 @@ LANES_PER_SEQUENCE = 4
 """Lanes per running sequence: a lane waits in the fence for up to pipeline_depth plans, so depths up to 3 never lack
 one."""
 
+WARM_UP_BUDGET_S = 0.25
+"""Longest warm-up step: the whole start has five seconds for a small model."""
+
+_PROBE_TOKENS = 32
 _COPY_BYTES = 32 << 20
 
 
@@ -45,8 +49,6 @@ class Measured:
     activation_bytes: int
     """Memory that the largest step needs for a moment."""
     prefill_tokens_per_s: float
-    decode_step_s: float
-    """One step of max_rows rows with one token each."""
     copy_bytes_per_s: float
 
 
@@ -67,7 +69,7 @@ def prepare(runner: ModelRunner, settings: ExecutorSettings) -> Ready:
             f"--max-model-len {settings.max_model_len}: the model has {runner.max_model_len} positions"
         )
     with torch.inference_mode():
-        measured = warm_up(runner, settings.max_num_seqs, min(settings.max_num_batched_tokens, 1 << 20), max_len)
+        measured = warm_up(runner, settings.max_num_seqs, settings.max_num_batched_tokens, max_len)
         num_blocks = _allocate(runner, settings, max_len, measured)
     num_lanes = settings.max_num_seqs * LANES_PER_SEQUENCE
     mirror = LaneMirror(num_lanes=num_lanes, block_size=runner.block_size, num_blocks=num_blocks, max_model_len=max_len)
@@ -83,34 +85,39 @@ def prepare(runner: ModelRunner, settings: ExecutorSettings) -> Ready:
 
 
 def warm_up(runner: ModelRunner, max_rows: int, max_tokens: int, max_model_len: int) -> Measured:
-    """Run the largest prefill and the largest decode step on a small pool of their own, which is then forgotten."""
+    """Run a prefill and a decode step on a small pool of their own, which is then forgotten.
+
+    Both have the largest shapes if the step fits `WARM_UP_BUDGET_S`. On a slow CPU with a large model they are as
+    large as the budget allows, and the memory of activations is scaled up: it is proportional to the tokens.
+    """
     decode = [1] * max_rows
-    prefill = _largest_rows(max_rows, max_tokens, max_model_len)
+    prefill = largest_rows(max_rows, max_tokens, max_model_len)
     most = max(sum(-(-n // runner.block_size) for n in rows) for rows in (decode, prefill))
     copied = max(1, min(most // 2, _COPY_BYTES // runner.bytes_per_block))
-    runner.allocate_kv(max(most, 2 * copied))
-    runner.forward(_dummy_batch(runner, [1]))  # first use of kernels and thread pools: not part of any rate
-    batch = _dummy_batch(runner, prefill)
-    seconds = 0.0
-
-    def largest_step() -> None:
-        nonlocal seconds
-        started = time.perf_counter()
-        runner.forward(batch)
-        seconds = time.perf_counter() - started
-
-    activation_bytes = measure_peak(largest_step)
-    prefill_rate = sum(prefill) / max(seconds, 1e-9)
-    started = time.perf_counter()
-    runner.forward(_dummy_batch(runner, decode))
-    decode_s = time.perf_counter() - started
+    runner.allocate_kv(max(most, 2 * copied, -(-_PROBE_TOKENS // runner.block_size)))
+    probe = largest_rows(1, _PROBE_TOKENS, max_model_len)
+    _timed_forward(runner, probe)  # first use of kernels and thread pools: not part of any rate
+    affordable = int(sum(probe) / _timed_forward(runner, probe) * WARM_UP_BUDGET_S)
+    share = min(1.0, max(affordable, 1) / sum(prefill))
+    prefill = largest_rows(max(1, int(max_rows * share)), max(1, int(sum(prefill) * share)), max_model_len)
+    seconds: list[float] = []
+    peak_bytes = measure_peak(lambda: seconds.append(_timed_forward(runner, prefill)))
+    if max_rows <= affordable:
+        _timed_forward(runner, decode)
     started = time.perf_counter()
     runner.copy_blocks(range(copied), range(copied, 2 * copied))
     copy_rate = copied * runner.bytes_per_block / max(time.perf_counter() - started, 1e-9)
-    return Measured(activation_bytes, prefill_rate, decode_s, copy_rate)
+    return Measured(int(peak_bytes / share), sum(prefill) / seconds[0], copy_rate)
 
 
-def _largest_rows(max_rows: int, max_tokens: int, max_model_len: int) -> list[int]:
+def _timed_forward(runner: ModelRunner, lengths: list[int]) -> float:
+    batch = _dummy_batch(runner, lengths)
+    started = time.perf_counter()
+    runner.forward(batch)
+    return max(time.perf_counter() - started, 1e-9)
+
+
+def largest_rows(max_rows: int, max_tokens: int, max_model_len: int) -> list[int]:
     """Tokens per row of the step with most tokens and most sampling rows at once."""
     rows = min(max_rows, max_tokens)
     lengths = [1] * rows

@@ -1,0 +1,171 @@
+"""A runner without a model, whose every mistake shows, and helpers to write plans.
+
+`DigestRunner` keeps the token ids of all positions in its pool and computes logits only from what it reads through the
+block tables: a wrong slot, table, position or order of copies gives other tokens with certainty.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from executor_svc.batch import Batch
+from executor_svc.codec import PlanLimits, decode_plan
+from executor_svc.lanes import LaneMirror
+from executor_svc.step import StepExecutor
+from pagemill.engine.v1 import executor_pb2 as pb
+from pagemill.engine.v1.sampling_pb2 import Sampling
+
+VOCAB = 101
+POISON = 97
+"""A batch with this id raises, as if it ran out of memory."""
+NAN = 98
+"""The row whose last token this is gets NaN logits."""
+INF = 99
+EMPTY = -7
+"""What a slot holds before it is written."""
+
+
+def column(*values: int) -> bytes:
+    return np.asarray(values, "<i4").tobytes()
+
+
+def ids_of(data: bytes) -> list[int]:
+    return np.frombuffer(data, "<i4").tolist()
+
+
+def digest_logits(context: Sequence[int], vocab: int = VOCAB) -> np.ndarray:
+    """The logits of `DigestRunner` after these tokens; the arg-max is never a special id."""
+    data = hashlib.sha256(np.asarray(context, "<i8").tobytes()).digest()
+    logits = np.random.default_rng(int.from_bytes(data[:8], "little")).standard_normal(vocab).astype(np.float32)
+    logits[[POISON, NAN, INF]] = -5.0
+    return logits
+
+
+def greedy_continuation(prompt: Sequence[int], count: int) -> list[int]:
+    """What `DigestRunner` must generate from a prompt."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(digest_logits(tokens).argmax()))
+    return tokens[len(prompt) :]
+
+
+class DigestRunner:
+    """See the head of this file."""
+
+    vocab_size = VOCAB
+    bytes_per_block = 1024
+    weight_bytes = 1_000_000
+    dtype_name = kv_dtype_name = "int64"
+    device_name = "none"
+    attention_name = "digest"
+    model_name = "digest"
+    fingerprint = "f" * 64
+    tokenizer_hash = "t" * 64
+
+    def __init__(self, *, block_size: int = 4, num_blocks: int = 32, max_model_len: int = 64) -> None:
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.num_forwards = 0
+        self.broken = False
+        self.allocate_kv(num_blocks)
+
+    def allocate_kv(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.slots = np.full(num_blocks * self.block_size, EMPTY, np.int64)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        self.num_forwards += 1
+        self._check(batch)
+        if self.broken:
+            raise RuntimeError("device lost")
+        if POISON in batch.token_ids.tolist():
+            raise MemoryError("poison\nand a second line")
+        self.slots[batch.slot_mapping.numpy()] = batch.token_ids.numpy()
+        logits = np.zeros((len(batch.sample_rows), self.vocab_size), np.float32)
+        for i, row in enumerate(batch.sample_rows):
+            logits[i] = self._logits(batch, row)
+        return torch.from_numpy(logits)
+
+    def _logits(self, batch: Batch, row: int) -> np.ndarray:
+        positions = np.arange(batch.context_lens[row])
+        table = batch.block_tables[row].numpy()
+        context = self.slots[table[positions // self.block_size] * self.block_size + positions % self.block_size]
+        assert EMPTY not in context, "reads a position that was never written"
+        logits = digest_logits(context, self.vocab_size)
+        if context[-1] == NAN:
+            logits[3] = np.nan
+        if context[-1] == INF:
+            logits[3] = -np.inf
+        return logits
+
+    def _check(self, batch: Batch) -> None:
+        """What `Batch` promises."""
+        num_tokens = sum(batch.query_lens)
+        assert batch.token_ids.shape == batch.positions.shape == batch.slot_mapping.shape == (num_tokens,)
+        assert {batch.token_ids.dtype, batch.positions.dtype, batch.slot_mapping.dtype} == {torch.int64}
+        assert batch.block_tables.dtype == torch.int32
+        assert batch.block_tables.shape[0] == len(batch.query_lens) == len(batch.context_lens)
+        assert batch.block_tables.shape[1] == -(-max(batch.context_lens) // self.block_size)
+        assert 0 <= int(batch.token_ids.min()) <= int(batch.token_ids.max()) < self.vocab_size
+        assert 0 <= int(batch.block_tables.min()) <= int(batch.block_tables.max()) < self.num_blocks
+        ends = np.cumsum(batch.query_lens)
+        for row, (query, context, end) in enumerate(zip(batch.query_lens, batch.context_lens, ends, strict=True)):
+            positions = np.arange(context - query, context)
+            assert query >= 1
+            assert batch.positions[end - query : end].tolist() == positions.tolist()
+            blocks = batch.block_tables[row].numpy()[positions // self.block_size]
+            slots = blocks * self.block_size + positions % self.block_size
+            assert batch.slot_mapping[end - query : end].tolist() == slots.tolist()
+
+    def copy_blocks(self, src: Sequence[int], dst: Sequence[int]) -> None:
+        blocks = self.slots.reshape(self.num_blocks, self.block_size)
+        for a, b in zip(src, dst, strict=True):
+            blocks[b] = blocks[a]
+
+
+class Bench:
+    """A step executor with its limits; plans go in as messages, outcomes come out."""
+
+    def __init__(self, runner: DigestRunner | None = None, *, num_lanes: int = 8, max_rows: int = 6) -> None:
+        self.runner = runner or DigestRunner()
+        self.mirror = LaneMirror(
+            num_lanes=num_lanes,
+            block_size=self.runner.block_size,
+            num_blocks=self.runner.num_blocks,
+            max_model_len=self.runner.max_model_len,
+        )
+        self.limits = PlanLimits(
+            num_lanes=num_lanes,
+            num_blocks=self.runner.num_blocks,
+            max_rows=max_rows,
+            max_tokens=48,
+            max_model_len=self.runner.max_model_len,
+            vocab_size=self.runner.vocab_size,
+        )
+        self.executor = StepExecutor(self.runner, self.mirror)
+        self.step_id = 0
+
+    def plan(self, **fields: object) -> pb.StepPlan:
+        self.step_id += 1
+        return pb.StepPlan(step_id=self.step_id, **fields)
+
+    def run(self, plan: pb.StepPlan | None = None, **fields: object):
+        plan = self.plan(**fields) if plan is None else plan
+        return self.executor.execute(decode_plan(plan, self.limits), plan.step_id)
+
+
+def admit(lane: int, token_ids: Sequence[int], block_ids: Sequence[int], *, generation: int = 1, **fields: object):
+    sampling = fields.pop("sampling", None) or Sampling(top_p=1.0)
+    return pb.Admit(
+        lane=lane,
+        generation=generation,
+        token_ids=column(*token_ids),
+        num_prompt_tokens=fields.pop("num_prompt_tokens", len(token_ids)),
+        block_ids=column(*block_ids),
+        sampling=sampling,
+        **fields,
+    )
