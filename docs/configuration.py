@@ -63,7 +63,7 @@ def default_of(name: str, field: FieldInfo) -> str:
     if value is PydanticUndefined:
         return "required"
     if value is None or value == "":
-        return "–"
+        return "none"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
