@@ -192,7 +192,7 @@ class StepExecutor:
     def _fail(self, rows: _Rows, row: int, code: pb.RowErrorCode, reason: str, error: Exception | None = None) -> None:
         rows.errors[row] = code
         lane = int(rows.lanes[row])
-        if code != pb.ROW_ERROR_CODE_BAD_ROW or self._mirror.is_live(lane):
+        if code != pb.ROW_ERROR_CODE_BAD_ROW:  # that is logged where its lane broke, and again for no row after it
             name = pb.RowErrorCode.Name(code)
             log.warning("row failed", extra=kv(row=row, lane=lane, code=name, reason=reason), exc_info=error)
         self._mirror.break_lane(lane, reason)
