@@ -20,6 +20,7 @@ import json
 import random
 import time
 from collections import deque
+from collections.abc import Callable
 
 from scheduler_svc.core.events import FinishedEvent
 from scheduler_svc.core.params import ExecutorLimits, SchedulerConfig, SeqId, SequenceSpec
@@ -86,7 +87,7 @@ class Load:
     def run(self, num_steps: int, *, refill: bool) -> list[float]:
         """CPU seconds of each step, in the order in which a loop does them: apply, submissions, schedule."""
         inflight: deque[StepResult] = deque()
-        times = []
+        times: list[float] = []
         clock = time.process_time
         while len(times) < num_steps:
             self.now += 0.02
@@ -140,7 +141,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    scenarios = {
+    scenarios: dict[str, Callable[[], list[float]]] = {
         "steady 256": lambda: steady(256, args.steps),
         "steady 1024": lambda: steady(1024, args.steps),
         "churn 256": lambda: churn(0, args.steps),

@@ -72,6 +72,8 @@ class Admission:
             num_tokens -= min(seq.prefill_len, running.limits.max_chunk)
             for other in passed:
                 other.num_skipped += 1
+            if any(other.num_skipped >= self._max_skip_ahead for other in passed):
+                break
         for seq in reversed(passed):
             seq.in_front = seq.in_front or seq.num_skipped >= self._max_skip_ahead
             waiting.put_back(seq)

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import pytest
+
+from scheduler_svc.core.params import QueuePolicy, SeqId, SequenceSpec
+from scheduler_svc.core.queues import OLDEST_TURN, Fifo, QueueOrder, ResponseRatio, WaitingQueue
+from scheduler_svc.core.sequence import Sequence
+
+
+def seq(number: int, length: int = 10, arrival: float = 0.0, priority: int = 0) -> Sequence:
+    return Sequence(SequenceSpec(SeqId(number), [1] * length, 4, arrival=arrival), priority=priority)
+
+
+def pop_all(queue: QueueOrder | WaitingQueue, now: float = 100.0) -> list[int]:
+    ids = []
+    while (popped := queue.pop(now)) is not None:
+        queue.admitted(popped)
+        ids.append(int(popped.seq_id))
+    return ids
+
+
+def filled(policy: QueuePolicy, *sequences: Sequence) -> WaitingQueue:
+    queue = WaitingQueue(policy)
+    for sequence in sequences:
+        queue.push(sequence)
+    return queue
+
+
+def test_fcfs_ignores_length() -> None:
+    assert pop_all(filled(QueuePolicy.FCFS, seq(1, 900), seq(2, 1), seq(3, 50))) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("policy", [QueuePolicy.PRIORITY, QueuePolicy.LENGTH_AWARE])
+def test_higher_priorities_go_first_and_equal_ones_in_order_of_arrival(policy: QueuePolicy) -> None:
+    queue = filled(policy, seq(1), seq(2, priority=2), seq(3, priority=-1), seq(4), seq(5, priority=2))
+    assert queue.top_priority == 2
+    assert pop_all(queue) == [2, 5, 1, 4, 3]
+    assert queue.top_priority is None
+
+
+def test_of_equally_long_waits_the_shortest_goes_first() -> None:
+    queue = filled(QueuePolicy.LENGTH_AWARE, seq(1, 1000), seq(2, 100), seq(3, 2), seq(4, 300))
+    assert pop_all(queue, now=0.0) == [3, 2, 4, 1]
+
+
+def test_a_ratio_of_wait_to_length_decides() -> None:
+    queue = filled(QueuePolicy.LENGTH_AWARE, seq(1, 1000, arrival=0.0), seq(2, 100, arrival=91.0))
+    assert pop_all(queue, now=100.0) == [1, 2], "100 / 1000 against 9 / 100"
+    queue = filled(QueuePolicy.LENGTH_AWARE, seq(1, 1000, arrival=0.0), seq(2, 100, arrival=89.0))
+    assert pop_all(queue, now=100.0) == [2, 1], "100 / 1000 against 11 / 100"
+
+
+def test_the_oldest_gets_every_eighth_admission_whatever_the_ratios() -> None:
+    queue = ResponseRatio()
+    queue.push(seq(0, 100_000, arrival=0.0))
+    for number in range(1, 40):
+        queue.push(seq(number, 1, arrival=1.0))
+    order = pop_all(queue, now=1000.0)
+    assert order.index(0) == OLDEST_TURN - 1
+
+
+def test_a_pop_that_is_put_back_does_not_count_as_an_admission() -> None:
+    queue = ResponseRatio()
+    queue.push(seq(0, 100_000, arrival=0.0))
+    for number in range(1, 4):
+        queue.push(seq(number, 1, arrival=1.0))
+    for _ in range(3 * OLDEST_TURN):
+        popped = queue.pop(1000.0)
+        assert popped is not None
+        assert popped.seq_id == 1
+        queue.put_back(popped)
+
+
+@pytest.mark.parametrize("policy", QueuePolicy)
+def test_putting_back_in_reverse_order_restores_the_queue(policy: QueuePolicy) -> None:
+    sequences = [seq(number, 1 + number * 37 % 90, number * 0.1, number % 3) for number in range(30)]
+    expected = pop_all(filled(policy, *sequences))
+    queue = filled(policy, *sequences)
+    popped = [queue.pop(100.0) for _ in range(12)]
+    for sequence in reversed(popped):
+        assert sequence is not None
+        queue.put_back(sequence)
+    assert len(queue) == 30
+    assert pop_all(queue) == expected
+
+
+@pytest.mark.parametrize("policy", QueuePolicy)
+def test_those_in_front_go_first_and_by_age(policy: QueuePolicy) -> None:
+    queue = filled(policy, seq(1, 1), seq(2, 1))
+    for number, arrival in ((5, 3.0), (4, 2.0), (6, 4.0)):
+        late = seq(number, 500, arrival)
+        late.in_front = True
+        queue.push(late)
+    assert pop_all(queue) == [4, 5, 6, 1, 2]
+
+
+@pytest.mark.parametrize("policy", QueuePolicy)
+def test_removal_from_anywhere_keeps_the_rest_in_order(policy: QueuePolicy) -> None:
+    sequences = [seq(number, 1 + number * 37 % 90, 0.0, number % 3) for number in range(20)]
+    sequences[7].in_front = sequences[8].in_front = True
+    expected = pop_all(filled(policy, *sequences))
+    for gone in sequences:
+        queue = filled(policy, *sequences)
+        queue.remove(gone)
+        assert pop_all(queue) == [number for number in expected if number != gone.seq_id]
+        assert (len(queue), queue.num_tokens) == (0, 0)
+        with pytest.raises(KeyError):
+            queue.remove(gone)
+
+
+def test_a_removed_one_that_is_not_in_front_is_not_mistaken_for_a_neighbour() -> None:
+    queue = filled(QueuePolicy.FCFS, seq(1))
+    stranger = seq(2)
+    stranger.in_front = True
+    with pytest.raises(KeyError):
+        queue.remove(stranger)
+
+
+def test_priorities_leave_nothing_behind() -> None:
+    queue = filled(QueuePolicy.LENGTH_AWARE, *(seq(number, priority=number) for number in range(500)))
+    pop_all(queue)
+    assert queue._order._classes == {}
+    assert queue._order._ranks == []
+
+
+def test_a_pick_looks_at_one_head_per_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = ResponseRatio()
+    for number in range(5000):
+        queue.push(seq(number, 1 + number % 3000))
+    looked_at = 0
+    head = Fifo.head
+
+    def counting_head(self: Fifo) -> Sequence:
+        nonlocal looked_at
+        looked_at += 1
+        return head(self)
+
+    monkeypatch.setattr(Fifo, "head", counting_head)
+    assert queue.pop(5.0) is not None
+    assert looked_at <= 12
