@@ -57,7 +57,7 @@ class ExecutorSettings(ServiceSettings):
     kv_memory_bytes: int | None = Field(default=None, ge=1, description="bytes of the KV pool; default: what is left")
     num_device_blocks: int | None = Field(default=None, ge=1, description="blocks of the KV pool; default: what fits")
     metrics_host: str = Field(default="127.0.0.1", description="address of the metrics page")
-    metrics_port: int = Field(default=9102, ge=0, le=65535, description="port of the metrics page; 0: any free one")
+    metrics_port: int = Field(default=9102, ge=0, le=65535, description="port of the metrics page; 0: no page")
     lease_ms: int = Field(
         default=2000,
         ge=100,

@@ -28,6 +28,9 @@ MIN_TEMPERATURE = 1e-3
 """Below this a row is greedy. A token 0.02 below the best then has a chance of e**-20, and 0.02 is finer than bf16
 logits are: what is left to decide is rounding (exact ties are common there) and, below 1e-30, an overflow."""
 
+_CACHED_ROWS = 8
+"""Rows that stay in the cache from the first pass to the second: 256 rows of 49,152 ids cost 10 us a row, not 14."""
+
 _MASK64 = (1 << 64) - 1
 _GOLDEN64 = 0x9E3779B97F4A7C15
 _SLACK = 1e-3
@@ -60,10 +63,14 @@ def argmax_rows(logits: Float32s) -> tuple[Int64s, NDArray[np.bool_]]:
 
     An arg-max stops at a NaN and finds plus infinity, so only minus infinity needs a pass of its own.
     """
-    best: Int64s = logits.argmax(axis=1)
+    best = np.empty(len(logits), np.int64)
+    low = np.empty(len(logits), np.float32)
+    for i in range(0, len(logits), _CACHED_ROWS):
+        part = slice(i, i + _CACHED_ROWS)
+        logits[part].argmax(axis=1, out=best[part])
+        logits[part].min(axis=1, out=low[part])
     top = logits[np.arange(len(logits)), best]
-    finite = np.isfinite(top) & np.isfinite(logits.min(axis=1))
-    return best, finite
+    return best, np.isfinite(top) & np.isfinite(low)
 
 
 class Sampler:

@@ -45,7 +45,8 @@ def serve(settings: ExecutorSettings, started: float) -> int:
 def _serve(settings: ExecutorSettings, started: float) -> int:
     phases = {"import": time.monotonic() - started}
     metrics = ExecutorMetrics()
-    port = metrics.serve(settings.metrics_host, settings.metrics_port)
+    if settings.metrics_port:
+        _serve_metrics(metrics, settings)
     # Connected before the long part, so that a wrong endpoint fails at once; the hello waits until we are ready.
     link = ZmqPeer(
         settings.scheduler_endpoint,
@@ -53,7 +54,10 @@ def _serve(settings: ExecutorSettings, started: float) -> int:
         bound=EXECUTOR_BOUND,
         insecure=settings.insecure,
     )
-    log.info("loading", extra=kv(model=settings.model, endpoint=settings.scheduler_endpoint, metrics_port=port))
+    log.info(
+        "loading",
+        extra=kv(model=settings.model, endpoint=settings.scheduler_endpoint, metrics_port=settings.metrics_port),
+    )
     runner = _load(settings)
     phases["load"] = time.monotonic() - started - sum(phases.values())
     log.info("warming up", extra=kv(load_s=phases["load"], weight_bytes=runner.weight_bytes))
@@ -77,6 +81,14 @@ def _serve(settings: ExecutorSettings, started: float) -> int:
         ),
     )
     return worker.run().value
+
+
+def _serve_metrics(metrics: ExecutorMetrics, settings: ExecutorSettings) -> None:
+    try:
+        metrics.serve(settings.metrics_host, settings.metrics_port)
+    except OSError as error:
+        address = f"{settings.metrics_host}:{settings.metrics_port}"
+        raise OSError(f"--metrics-port: {address} cannot be bound: {error.strerror}") from error
 
 
 def _load(settings: ExecutorSettings) -> PagedRunner:

@@ -114,7 +114,7 @@ class StepExecutor:
         if not runnable.size:
             return
         self._forward(rows, runnable)
-        raised = sum(rows.errors.get(row) == pb.ROW_ERROR_CODE_INTERNAL for row in runnable.tolist())
+        raised = sum(code == pb.ROW_ERROR_CODE_INTERNAL for code in rows.errors.values())
         if raised < runnable.size:
             self._num_lone_failures = 0
             return
