@@ -38,21 +38,30 @@ class Admission:
         self._preempt = preempt
 
     def make_room(self, now: float) -> None:
-        """Preempts sequences of lower priority if that lets the next one start, now or once fences pass.
+        """Preempts sequences of lower priority for those that can then start, now or once fences pass.
 
         Before the batch is built, so that no victim has a row in the plan that releases its lane. Nobody is preempted
         when it would not be enough, and blocks in flight already count, so waiting for them preempts nobody twice.
         """
-        top, lowest = self._waiting.top_priority, self._running.lowest_priority
-        if top is None or lowest is None or top <= lowest:
-            return
-        seq = self._waiting.pop(now)
-        assert seq is not None
-        victims = [] if self._fits(seq) else self._victims(seq)
-        seq.in_front = seq.in_front or bool(victims)
-        self._waiting.put_back(seq)
-        for victim in victims:
-            self._preempt(victim)
+        waiting, running = self._waiting, self._running
+        num_seats = running.limits.max_seqs - running.num_running
+        num_blocks = running.pool.num_allocatable + running.pool.num_in_flight - running.limits.watermark_blocks
+        considered: list[Sequence] = []
+        while self._next_outranks():
+            seq = waiting.pop(now)
+            assert seq is not None
+            considered.append(seq)
+            needed = sum(running.blocks_to_start(seq))
+            victims = self._victims(seq.priority, num_seats, needed - num_blocks)
+            if victims is None:
+                break
+            num_seats += len(victims) - 1
+            num_blocks += sum(map(_num_held, victims)) - needed
+            seq.in_front = seq.in_front or bool(victims)
+            for victim in victims:
+                self._preempt(victim)
+        for seq in reversed(considered):
+            waiting.put_back(seq)
 
     def admit(self, plan: StepPlan, num_tokens: int, now: float) -> None:
         """Starts sequences whose first chunks fit into `num_tokens`, writing their admissions into the plan."""
@@ -99,22 +108,27 @@ class Admission:
             and sum(running.blocks_to_start(seq)) + self._watermark() <= running.pool.num_allocatable
         )
 
-    def _victims(self, seq: Sequence) -> list[Sequence]:
-        """The weakest of lower priority that are enough; empty when none are needed or all are not enough."""
-        running = self._running
-        missing = sum(running.blocks_to_start(seq)) + running.limits.watermark_blocks
-        missing -= running.pool.num_allocatable + running.pool.num_in_flight
-        has_seat = running.num_running < running.limits.max_seqs
-        candidates = [s for s in running if s.priority < seq.priority and not is_immune(s) and not is_finishing(s)]
-        candidates.sort(key=_weakness)
+    def _next_outranks(self) -> bool:
+        """Whether the next one to start has a higher priority than some that run."""
+        top, lowest = self._waiting.top_priority, self._running.lowest_priority
+        return top is not None and lowest is not None and top > lowest
+
+    def _victims(self, below: int, num_seats: int, num_missing: int) -> list[Sequence] | None:
+        """The weakest of less than that priority that free a seat and the missing blocks; None: not enough."""
         victims: list[Sequence] = []
-        for victim in candidates:
-            if has_seat and missing <= 0:
-                break
+        if num_seats > 0 and num_missing <= 0:
+            return victims
+        candidates = [s for s in self._running if s.priority < below and not is_immune(s) and not is_finishing(s)]
+        for victim in sorted(candidates, key=_weakness):
             victims.append(victim)
-            has_seat = True
-            missing -= victim.num_reserved + (len(victim.table.block_ids) if victim.table is not None else 0)
-        return victims if has_seat and missing <= 0 else []
+            num_missing -= _num_held(victim)
+            if num_missing <= 0:
+                return victims
+        return None
+
+
+def _num_held(seq: Sequence) -> int:
+    return seq.num_reserved + (0 if seq.table is None else len(seq.table.block_ids))
 
 
 def _weakness(seq: Sequence) -> tuple[int, float, int, int]:

@@ -128,6 +128,8 @@ class Driver:
         if faults:
             self.tolerates_failures = True
         self.results.append(self.executor.run(plan, faults))
+        if self.burst == 1:
+            self._check_that_no_token_too_many_is_asked_for()
         return True
 
     def apply(self) -> bool:
@@ -192,6 +194,12 @@ class Driver:
     def check(self) -> None:
         problems = self.scheduler.check_invariants()
         assert not problems, "\n".join(problems)
+
+    def _check_that_no_token_too_many_is_asked_for(self) -> None:
+        """The row at position p brings token p + 1, counted from 0. Only runs of tokens may overshoot."""
+        for seq in self.scheduler._sequences.values():
+            most = min(len(seq.spec.prompt_ids) + seq.spec.max_tokens, self.capacity)
+            assert seq.num_planned < most, "a row that cannot bring a token"
 
     def _take(self, events: list[Event]) -> None:
         for event in events:

@@ -165,6 +165,22 @@ def test_a_high_priority_gets_its_first_token_within_three_steps(
     assert all(end.num_preemptions <= MAX_PREEMPTIONS for end in driver.ends.values())
 
 
+@pytest.mark.parametrize("num_blocks", [12, 400])
+def test_several_high_priorities_at_once_each_get_their_first_token_within_three_steps(num_blocks: int) -> None:
+    driver = Driver(replace(SMALL, queue_policy=QueuePolicy.PRIORITY))
+    driver.attach(ExecutorLimits(4, num_blocks, 8, 32, 40, 200))
+    for number in range(8):
+        driver.submit(prompt_of(6, number), 30)
+    for _ in range(6):
+        driver.step()
+    high = [driver.submit(prompt_of(5, 90 + number), 5, priority=9) for number in range(4)]
+    num_plans = len(driver.plans)
+    while not all(seq_id in driver.first_token_step for seq_id in high):
+        assert driver.step()
+    assert len(driver.plans) - len(driver.results) - num_plans <= 3
+    driver.drain()
+
+
 def test_a_preempted_sequence_goes_before_newer_ones() -> None:
     driver = Driver(replace(SMALL, queue_policy=QueuePolicy.LENGTH_AWARE))
     driver.attach(ExecutorLimits(4, 8, 8, 32, 40, 200))

@@ -414,3 +414,56 @@ def test_the_books_notice_what_is_wrong() -> None:
     assert any("99 positions planned" in problem for problem in scheduler.check_invariants())
     seq.num_planned = 4
     assert scheduler.check_invariants() == []
+
+
+def test_a_lost_executor_leaves_no_fence_behind() -> None:
+    """Growth may touch a sequence for a plan that is then not made: waiting for its result would be for ever."""
+    scheduler = attached()
+    scheduler.submit(spec(1), 0.0)
+    scheduler._sequences[SeqId(1)].last_step_id = scheduler.next_step_id
+    assert scheduler.schedule(0.0) is None
+    scheduler.detach_executor(0.0)
+    scheduler.attach_executor(EXECUTOR, 0.0)
+    assert must_schedule(scheduler).admit
+
+
+def test_a_preempted_sequence_is_not_started_again_before_its_rows_are_in() -> None:
+    scheduler = attached(max_num_seqs=1, pipeline_depth=4, queue_policy=QueuePolicy.PRIORITY)
+    scheduler.submit(spec(1), 0.0)
+    first, second = must_schedule(scheduler), must_schedule(scheduler)
+    scheduler.submit(spec(2, priority=1), 0.0)
+    third = must_schedule(scheduler)
+    assert third.release_lanes == [first.admit[0].lane]
+    scheduler.cancel(SeqId(2), 0.0)
+    assert scheduler.schedule(0.0) is None
+    assert answer(scheduler, first, 5) == [TokensEvent(0, [SeqId(1)], None, [0], [5])]
+    assert scheduler.schedule(0.0) is None
+    assert answer(scheduler, second, 6) == [TokensEvent(0, [SeqId(1)], None, [1], [6])]
+    assert must_schedule(scheduler).admit[0].token_ids == [1, 1, 1, 1, 5, 6]
+    assert answer(scheduler, third, 9) == []
+
+
+def test_a_higher_priority_has_its_chunk_before_lower_ones_that_already_run() -> None:
+    scheduler = attached(max_num_batched_tokens=16, queue_policy=QueuePolicy.PRIORITY)
+    scheduler.submit(spec(1, prompt=40), 0.0)
+    answer(scheduler, must_schedule(scheduler), NO_TOKEN)
+    scheduler.submit(spec(2, prompt=6, priority=1), 0.0)
+    plan = must_schedule(scheduler)
+    assert [len(admit.token_ids) for admit in plan.admit] == [6]
+    assert plan.row_num_tokens == [6, 10]
+
+
+def test_blocks_that_a_finishing_sequence_will_leave_are_waited_for() -> None:
+    """The last row of one is in flight, so nobody is preempted for the block that the other needs."""
+    scheduler = attached(replace(EXECUTOR, num_device_blocks=4), pipeline_depth=2)
+    scheduler.submit(spec(1, prompt=7, max_tokens=9), 0.0)
+    scheduler.submit(spec(2, prompt=6, max_tokens=3), 0.0)
+    inflight = [must_schedule(scheduler)]
+    for _ in range(12):
+        while (plan := scheduler.schedule(0.0)) is not None:
+            inflight.append(plan)
+        if inflight:
+            plan = inflight.pop(0)
+            answer(scheduler, plan, *[5] * plan.num_rows)
+    assert scheduler.stats().finished_total == 2
+    assert scheduler.stats().num_preemptions_total == 0
