@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 from collections.abc import Sequence as SequenceABC
@@ -22,6 +23,7 @@ from pagemill.model_files import ModelInfo, read_model_info
 
 log = logging.getLogger(__name__)
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # glibc's malloc.h
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 BACKENDS: dict[str, type[AttentionBackend]] = {"sdpa": SdpaBackend}
 
@@ -107,6 +109,7 @@ def load(
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1 (got {block_size})")
     torch.set_num_threads(num_threads or usable_cpus())
+    keep_freed_memory()
     info = model if isinstance(model, ModelInfo) else read_model_info(model)
     chosen = DTYPES[("bfloat16" if packs_bfloat16() else "float32") if dtype == "auto" else dtype]
     with torch.inference_mode():
@@ -115,6 +118,19 @@ def load(
     reason = "the only backend for CPUs" if attention == "auto" else "forced"
     log.info("attention", extra=kv(backend=name, reason=reason))
     return PagedRunner(info, loaded, BACKENDS[name](), block_size, chosen)
+
+
+def keep_freed_memory() -> None:
+    """Let the C allocator keep what is freed instead of giving it back to the system after every large tensor.
+
+    Activations of a step are megabytes that come and go hundreds of times; by default each is a fresh mapping whose
+    pages fault in one by one (a fifth of all CPU time, measured). One arena, because only the main one grows without
+    the 64 MiB limit and one thread computes. Does nothing where malloc is not glibc's.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for option, value in ((_M_ARENA_MAX, 1), (_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 1 << 30)):
+            mallopt(option, value)
 
 
 def usable_cpus() -> int:

@@ -15,6 +15,7 @@ which NaN does not survive, and values there by zero, since 0 * NaN would be NaN
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -25,18 +26,17 @@ from executor_svc.attention.base import FULL, AttentionOptions
 from executor_svc.batch import Batch
 from executor_svc.kv.pool import KvGeometry, KvPool
 
-_MAX_PADDING = 1.25
-"""A group of decode rows holds contexts up to this factor of each other, in blocks; finer groups cost more calls."""
 _PIECE = 128
 """Queries of a chunk computed at once; 128 is 1.4 to 1.6 x faster than 512 on a prompt of 512."""
-_MIN_SPREAD_BLOCKS = 4
-"""Contexts whose block counts differ by no more than this share a group whatever the factor says."""
 
 
 class SdpaBackend:
     """`AttentionBackend` by gathering blocks; see the module."""
 
     name = "sdpa"
+
+    def __init__(self) -> None:
+        self._gathered = torch.empty(0)
 
     def refusal(self, geometry: KvGeometry) -> str | None:
         """As `AttentionBackend.refusal`: any block size and head size, floating point."""
@@ -46,7 +46,16 @@ class SdpaBackend:
 
     def begin(self, batch: Batch, pool: KvPool) -> SdpaStep:
         """As `AttentionBackend.begin`."""
-        return SdpaStep(batch, pool)
+        return SdpaStep(batch, pool, self._workspace)
+
+    def _workspace(self, rows: int, like: torch.Tensor) -> torch.Tensor:
+        """Memory for `rows` rows of the pool; the same for every gather, since fresh memory costs page faults."""
+        need = rows * like.shape[1]
+        held = self._gathered
+        if held.numel() < need or held.dtype != like.dtype or held.device != like.device:
+            with torch.inference_mode(False):
+                self._gathered = torch.empty(need, dtype=like.dtype, device=like.device)
+        return self._gathered[:need].view(rows, -1)
 
 
 @dataclass(slots=True)
@@ -65,6 +74,8 @@ class _Group:
     """Pool rows of keys, then values, in layer 0: (2 * rows * kv_heads * blocks,)."""
     hidden: torch.Tensor | None
     """(rows, padded_len) bool: positions beyond the context. None: the gather holds no such positions."""
+    stale: torch.Tensor | None
+    """The same positions as rows of the gathered values, (rows * kv_heads * padded_len, head_dim); None as above."""
     masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
     """Masks by (window, first query), made when the first layer asks."""
 
@@ -72,8 +83,8 @@ class _Group:
 class SdpaStep:
     """`AttentionStep` of `SdpaBackend`."""
 
-    def __init__(self, batch: Batch, pool: KvPool) -> None:
-        self._pool = pool
+    def __init__(self, batch: Batch, pool: KvPool, workspace: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
+        self._workspace = workspace
         self._geometry = pool.geometry
         self._rows = pool.rows()
         self._slots = pool.slots()
@@ -100,19 +111,13 @@ class SdpaStep:
         """Keys and values (rows * kv_heads, padded_len, head_dim) of a group, values zero beyond the contexts."""
         g = self._geometry
         index = group.index + layer * 2 * g.num_kv_heads
-        kv = torch.index_select(self._rows, 0, index)
+        kv = self._workspace(index.numel(), self._rows)
+        torch.index_select(self._rows, 0, index, out=kv)
         kv = kv.view(2, group.num_rows * g.num_kv_heads, group.padded_len, g.head_dim).to(dtype)
         key, value = kv[0], kv[1]
-        first = min(group.context_lens)
-        if first < group.padded_len:
-            _zero_beyond(value.view(group.num_rows, g.num_kv_heads, -1, g.head_dim), group.context_lens)
+        if group.stale is not None:
+            value.view(-1, g.head_dim).index_fill_(0, group.stale, 0)
         return key, value
-
-
-def _zero_beyond(value: torch.Tensor, context_lens: list[int]) -> None:
-    """Zero the positions beyond each row's context in (rows, kv_heads, padded_len, head_dim)."""
-    for row, length in enumerate(context_lens):
-        value[row, :, length:].zero_()
 
 
 def _write_index(slots: torch.Tensor, g: KvGeometry) -> torch.Tensor:
@@ -125,48 +130,47 @@ def _write_index(slots: torch.Tensor, g: KvGeometry) -> torch.Tensor:
 
 def _group_rows(batch: Batch, g: KvGeometry) -> list[_Group]:
     starts = [0, *accumulate(batch.query_lens)]
-    decode = [row for row, query_len in enumerate(batch.query_lens) if query_len == 1]
-    decode.sort(key=lambda row: batch.context_lens[row])
-    groups = [_decode_group(batch, g, rows, starts) for rows in _split_by_length(decode, batch.context_lens, g)]
+    buckets: dict[int, list[int]] = {}
+    groups = []
     for row, query_len in enumerate(batch.query_lens):
-        if query_len > 1:
+        if query_len == 1:
+            buckets.setdefault(_bucket(batch.context_lens[row]), []).append(row)
+        else:
             tokens = slice(starts[row], starts[row + 1])
-            groups.append(_make_group(batch, g, [row], tokens, query_len))
+            groups.append(_make_group(batch, g, [row], batch.context_lens[row], tokens))
+    for length, rows in buckets.items():
+        index = torch.tensor([starts[row] for row in rows], device=batch.token_ids.device)
+        # A row alone needs no common length.
+        groups.append(_make_group(batch, g, rows, length if len(rows) > 1 else batch.context_lens[rows[0]], index))
     return groups
 
 
-def _split_by_length(rows: list[int], context_lens: list[int], g: KvGeometry) -> list[list[int]]:
-    """Rows, ascending by context, cut where the longest of a group would pad the shortest too much."""
-    groups: list[list[int]] = []
-    for row in rows:
-        blocks = -(-context_lens[row] // g.block_size)
-        if groups:
-            shortest = -(-context_lens[groups[-1][0]] // g.block_size)
-            if blocks <= max(shortest * _MAX_PADDING, shortest + _MIN_SPREAD_BLOCKS):
-                groups[-1].append(row)
-                continue
-        groups.append([row])
-    return groups
+def _bucket(context_len: int) -> int:
+    """The length to which decode rows of about this context are padded: steps of 128, of a quarter from 1,024 on.
+
+    Lengths must recur: oneDNN compiles a matrix product for each new shape (0.3 to 1.3 ms, measured).
+    """
+    step = max(128, 1 << max(0, context_len.bit_length() - 3))
+    return -(-context_len // step) * step
 
 
-def _decode_group(batch: Batch, g: KvGeometry, rows: list[int], starts: list[int]) -> _Group:
-    tokens = torch.tensor([starts[row] for row in rows], device=batch.token_ids.device)
-    return _make_group(batch, g, rows, tokens, 1)
-
-
-def _make_group(batch: Batch, g: KvGeometry, rows: list[int], tokens: torch.Tensor | slice, query_len: int) -> _Group:
+def _make_group(batch: Batch, g: KvGeometry, rows: list[int], length: int, tokens: torch.Tensor | slice) -> _Group:
     context_lens = [batch.context_lens[row] for row in rows]
-    num_blocks = -(-max(context_lens) // g.block_size)
+    num_blocks = -(-length // g.block_size)
+    padded_len = num_blocks * g.block_size
     device = batch.block_tables.device
     tables = batch.block_tables[rows, :num_blocks].long()
+    if tables.shape[1] < num_blocks:  # the table is as wide as the batch needs, the bucket may be wider
+        tables = functional.pad(tables, (0, num_blocks - tables.shape[1]))
     first = tables * (g.num_layers * 2 * g.num_kv_heads)
     pieces = torch.arange(2 * g.num_kv_heads, device=device).view(2, 1, g.num_kv_heads, 1)
     index = (first[None, :, None, :] + pieces).reshape(-1)
-    padded_len = num_blocks * g.block_size
-    hidden = None
+    hidden = stale = None
     if min(context_lens) < padded_len:
         hidden = torch.arange(padded_len, device=device) >= torch.tensor(context_lens, device=device)[:, None]
-    return _Group(tokens, len(rows), query_len, context_lens, padded_len, index, hidden)
+        stale = hidden[:, None].expand(-1, g.num_kv_heads, -1).flatten().nonzero()[:, 0]
+    query_len = batch.query_lens[rows[0]]
+    return _Group(tokens, len(rows), query_len, context_lens, padded_len, index, hidden, stale)
 
 
 def _attend_decode(
