@@ -92,6 +92,8 @@ def channel_options(target: str) -> list[tuple[str, Any]]:
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 0),
     ]
+    # One connection per client object, so that a program that wants more opens more (gateways cap streams on each).
+    options.append(("grpc.use_local_subchannel_pool", 1))
     if is_local(target):
         options += [
             ("grpc.enable_http_proxy", 0),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 
 from pagemill.settings import load
-
 from pagemill_client.config import ChatSettings
 from pagemill_client.errors import PagemillError
 from pagemill_client.generate import describe, read_text, sampling_options, stream_answer, with_client

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pagemill.settings import ServiceSettings
 from pydantic import AfterValidator, Field
 from pydantic_settings import CliPositionalArg
 
+from pagemill.settings import ServiceSettings
 from pagemill_client.channel import DEFAULT_TARGET, TlsCredentials
 
 
@@ -138,6 +138,8 @@ class BenchSettings(ConnectionSettings):
     """seed of random requests and arrivals"""
     concurrency: int = Field(default=64, ge=1)
     """closed loop: requests in flight (without --rate)"""
+    connections: int = Field(default=4, ge=1)
+    """connections that share the requests; a gateway takes 100 streams on each by default"""
     rate: list[float] = Field(default=[])
     """open loop: mean arrivals per second (Poisson); several values, one run each; default: closed loop"""
     use_arrivals: bool = False

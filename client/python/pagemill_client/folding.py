@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from pagemill.v1 import inference_pb2 as pb
 from pagemill.v1 import model_pb2
-
 from pagemill_client.errors import ProtocolError
 from pagemill_client.types import (
     Accepted,

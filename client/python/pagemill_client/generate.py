@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 
 from pagemill.settings import load
-
 from pagemill_client.config import ConnectionSettings, GenerateSettings, SamplingSettings
 from pagemill_client.errors import PagemillError
 from pagemill_client.options import GenerateOptions

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from grpc_health.v1 import health_pb2
+
 from pagemill.v1 import inference_pb2 as pb
 from pagemill.v1 import model_pb2
-
 from pagemill_client.folding import model_info
 from pagemill_client.options import tokenize_request
 from pagemill_client.types import Message, ModelInfo

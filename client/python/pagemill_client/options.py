@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict
 
 from pagemill.v1 import inference_pb2 as pb
-
 from pagemill_client.types import Message
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]

@@ -101,7 +101,8 @@ class Child:
 
     async def wait(self) -> int:
         """The exit status, once it has ended and its output is read."""
-        assert self._process is not None and self._pump is not None
+        assert self._process is not None
+        assert self._pump is not None
         status = await self._process.wait()
         await asyncio.wait([self._pump], timeout=1.0)  # a grandchild may hold the pipe open
         return status

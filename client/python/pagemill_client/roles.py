@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pagemill.settings import ServiceSettings
+
 
 class OptionError(ValueError):
     """The command line cannot be shared out; the text is one line for the user."""
@@ -21,14 +23,13 @@ class Role:
     config_module: str
     settings_class: str
 
-    def options(self) -> dict[str, Any]:
-        """Flag (without dashes) → default, of every option the role has. Raises OptionError if it is not installed."""
+    def settings_type(self) -> type[ServiceSettings]:
+        """The role's settings class. Raises OptionError if the role is not installed."""
         try:
-            settings = getattr(importlib.import_module(self.config_module), self.settings_class)
+            found: type[ServiceSettings] = getattr(importlib.import_module(self.config_module), self.settings_class)
         except ImportError as error:
             raise OptionError(f"the {self.name} is not installed: {error}") from error
-        fields: Mapping[str, Any] = settings.model_fields
-        return {name.replace("_", "-"): field.get_default(call_default_factory=True) for name, field in fields.items()}
+        return found
 
 
 GATEWAY = Role("gateway", "scheduler_svc.gateway", "scheduler_svc.gateway.config", "GatewaySettings")
@@ -38,18 +39,28 @@ STOP_ORDER = (GATEWAY, SCHEDULER, EXECUTOR)
 """Gateways first: they finish their streams, for which the other two must still run."""
 
 
+def defaults(settings_type: type[ServiceSettings]) -> dict[str, Any]:
+    """Flag (without dashes) → default, of every option."""
+    fields = settings_type.model_fields.items()
+    return {name.replace("_", "-"): field.get_default(call_default_factory=True) for name, field in fields}
+
+
 @dataclass(frozen=True, slots=True)
 class SharedOut:
-    """`own`: tokens for the command itself; `by_role`: tokens for each role."""
+    """`serve`: tokens for the command itself; `by_role`: tokens for each role."""
 
-    own: list[str]
+    serve: list[str]
     by_role: dict[str, list[str]]
 
 
-def share_out(argv: Sequence[str], own: Iterable[str], roles: Mapping[str, Mapping[str, Any]]) -> SharedOut:
-    """Tokens of `argv` by their reader.
+EVERYBODYS = ("config", "log-level")
+"""Options that the command and every role take."""
 
-    `--NAME` goes to the command if it has it (`own`), otherwise to every role that has it. If roles give it different
+
+def share_out(argv: Sequence[str], own: Iterable[str], roles: Mapping[str, Mapping[str, Any]]) -> SharedOut:
+    """Tokens of `argv` by their reader. `own` and `roles`: the options that the command and each role have.
+
+    `--NAME` goes to the command if it has it, otherwise to every role that has it. If roles give it different
     defaults it means different things to them, and the role must be named: `--ROLE.NAME`. Raises OptionError for
     an unknown or ambiguous option and for a word that belongs to none.
     """
@@ -63,27 +74,14 @@ def share_out(argv: Sequence[str], own: Iterable[str], roles: Mapping[str, Mappi
                 raise OptionError(f"--{flag}: the {role} has no option --{name}")
             shared.by_role[role] += [f"--{name}{separator}{value}", *group[1:]]
         elif _has(own, flag) or group[0] == "-h":
-            shared.own += group
+            shared.serve.extend(group)
+            if flag in EVERYBODYS:
+                for everybodys in shared.by_role.values():
+                    everybodys.extend(group)
         else:
             for reader in _readers(flag, roles):
                 shared.by_role[reader] += group
     return shared
-
-
-def is_given(tokens: Sequence[str], name: str) -> bool:
-    """Whether `--name` is among the tokens."""
-    return any(token == f"--{name}" or token.startswith(f"--{name}=") for token in tokens)
-
-
-def value_of(tokens: Sequence[str], name: str) -> str | None:
-    """The value of the last `--name VALUE` or `--name=VALUE`; None if there is none."""
-    found = None
-    for i, token in enumerate(tokens):
-        if token.startswith(f"--{name}="):
-            found = token.partition("=")[2]
-        elif token == f"--{name}" and i + 1 < len(tokens):
-            found = tokens[i + 1]
-    return found
 
 
 def _groups(argv: Sequence[str]) -> list[list[str]]:

@@ -7,8 +7,8 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 import grpc
-from pagemill.v1 import inference_pb2 as pb
 
+from pagemill.v1 import inference_pb2 as pb
 from pagemill_client import operations
 from pagemill_client.channel import DEFAULT_TARGET, TlsCredentials, channel_options, choose_credentials
 from pagemill_client.errors import UnavailableError, from_rpc

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
+
 from tests.unit.client.fake_gateway import FakeGateway, serving
 
 

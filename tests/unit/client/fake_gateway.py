@@ -12,6 +12,7 @@ import grpc.aio
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from pagemill.v1 import inference_pb2 as pb
 from pagemill.v1 import inference_pb2_grpc, model_pb2, model_pb2_grpc
 
@@ -81,7 +82,9 @@ async def refuse(
 
 
 class FakeGateway(
-    inference_pb2_grpc.InferenceServiceServicer, model_pb2_grpc.ModelServiceServicer, health_pb2_grpc.HealthServicer
+    inference_pb2_grpc.InferenceServiceServicer,
+    model_pb2_grpc.ModelServiceServicer,
+    health_pb2_grpc.HealthServicer,  # type: ignore[misc]
 ):
     """What arrived is in `requests`; `script` decides the answers of Generate."""
 
@@ -146,8 +149,8 @@ class FakeGateway(
 async def serving(gateway: FakeGateway, address: str = "127.0.0.1:0") -> AsyncIterator[FakeGateway]:
     """Serves on `address`; `gateway.target` is where."""
     server = grpc.aio.server()
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(gateway, server)
-    model_pb2_grpc.add_ModelServiceServicer_to_server(gateway, server)
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(gateway, server)  # type: ignore[no-untyped-call]
+    model_pb2_grpc.add_ModelServiceServicer_to_server(gateway, server)  # type: ignore[no-untyped-call]
     health_pb2_grpc.add_HealthServicer_to_server(gateway, server)
     port = server.add_insecure_port(address)
     gateway.target = address if address.startswith("unix:") else f"127.0.0.1:{port}"

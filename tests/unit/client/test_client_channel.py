@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import grpc
-import pagemill_client
 import pytest
+
+import pagemill_client
 from pagemill_client.channel import SERVICES, TlsCredentials, channel_options, choose_credentials, is_local
 from pagemill_client.errors import from_rpc
 
@@ -30,8 +31,8 @@ def test_local_targets_are_clear_text(target: str) -> None:
 @pytest.mark.parametrize(
     "target",
     [
-        "10.0.0.1:50051", "example.org:443", "[2001:db8::1]:1", "dns:///example.org:1", "0.0.0.0:1", "localhost.evil.org:1",
-        "127.0.0.1.evil.org:1", "localhost@evil.org:1",
+        "10.0.0.1:50051", "example.org:443", "[2001:db8::1]:1", "dns:///example.org:1", "0.0.0.0:1",
+        "localhost.evil.org:1", "127.0.0.1.evil.org:1", "localhost@evil.org:1",
     ],
 )  # fmt: skip
 def test_remote_targets_get_tls_unless_told_otherwise(target: str) -> None:

@@ -3,8 +3,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from pagemill_client import AsyncClient, Client, InvalidRequestError, Message, UnavailableError
 
+from pagemill_client import AsyncClient, Client, InvalidRequestError, Message, UnavailableError
 from tests.unit.client.fake_gateway import FakeGateway
 
 DEAD = "unix:/nonexistent/gateway.sock"
