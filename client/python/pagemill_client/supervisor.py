@@ -107,7 +107,7 @@ class Supervisor:
             delay_s = self._backoffs[child.role].after_crash(child.lived_s)
             if delay_s is None:
                 crashes = self._backoffs[child.role].crashes
-                raise ServeError(_obituary(child, status, f"for the {crashes}th time in a row"))
+                raise ServeError(_obituary(child, status, f"{crashes} times in a row"))
             self._announce(f"{child.role} ended ({describe_status(status)}); starting it again in {delay_s:.1f} s")
             await asyncio.sleep(delay_s)
             if child.role in self._leaving:
