@@ -12,7 +12,6 @@ from pagemill.columns import pack, unpack
 from pagemill.engine.v1 import executor_pb2 as ex
 from pagemill.engine.v1 import frontend_pb2 as fe
 from pagemill.engine.v1 import sampling_pb2
-
 from scheduler_svc.core.events import FinishedEvent, FinishReason, Refusal, RefusalReason
 from scheduler_svc.core.params import ExecutorLimits, SamplingSpec, SeqId, SequenceSpec
 from scheduler_svc.core.plan import NO_TOKEN, Admit, RowErrorCode, StepPlan, StepResult, StepStatus

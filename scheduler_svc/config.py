@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
-from pagemill import endpoints
-from pagemill.settings import ServiceSettings
 from pydantic import Field, model_validator
 
+from pagemill import endpoints
+from pagemill.settings import ServiceSettings
 from scheduler_svc.core.limits import check_config
 from scheduler_svc.core.params import QueuePolicy, SchedulerConfig
 

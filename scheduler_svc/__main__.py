@@ -1,0 +1,110 @@
+"""`python -m scheduler_svc`: the scheduler process."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+
+from pagemill import logs
+from pagemill.endpoints import EndpointError
+from pagemill.logs import kv
+from pagemill.settings import load
+from pagemill.zmq_links import EXECUTOR_BOUND, GATEWAY_BOUND, Waiter, ZmqHub
+from scheduler_svc import metrics
+from scheduler_svc.config import SchedulerSettings
+from scheduler_svc.engine import Engine
+
+log = logging.getLogger("scheduler_svc")
+
+LAST_WORD_S = 1.0
+"""Time for the last frames to leave when the process ends."""
+
+
+class SignalPipe:
+    """Makes signals wake a poll: a descriptor that is readable after one. Use it in the main thread."""
+
+    def __init__(self) -> None:
+        self.fd, self._write_fd = os.pipe()
+        os.set_blocking(self.fd, False)
+        os.set_blocking(self._write_fd, False)
+        signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+
+    def drain(self) -> None:
+        """Make it unreadable again."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.fd, 4096)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status: 0 drained, 1 hurried by a second signal, 2 refused to start."""
+    settings = load(SchedulerSettings, sys.argv[1:] if argv is None else argv)
+    listener = logs.setup("scheduler", settings.log_level)
+    try:
+        return _serve(settings)
+    except EndpointError as error:
+        sys.stderr.write(f"{settings.prog}: {error}\n")
+        return 2
+    finally:
+        listener.stop()
+
+
+def _serve(settings: SchedulerSettings) -> int:
+    hubs: list[ZmqHub] = []
+    try:
+        for endpoint, role, bound in (
+            (settings.gateway_endpoint, "gateway", GATEWAY_BOUND),
+            (settings.executor_endpoint, "executor", EXECUTOR_BOUND),
+        ):
+            hubs.append(ZmqHub(endpoint, role=role, bound=bound, insecure=settings.insecure))
+        status = _run(settings, *hubs)
+    except BaseException:
+        _close(hubs, 0.0)
+        raise
+    _close(hubs, LAST_WORD_S if status == 0 else LAST_WORD_S / 4)
+    return status
+
+
+def _close(hubs: list[ZmqHub], linger_s: float) -> None:
+    for hub in hubs:
+        hub.close(linger_s)
+
+
+def _run(settings: SchedulerSettings, gateway_hub: ZmqHub, executor_hub: ZmqHub) -> int:
+    pipe = SignalPipe()
+    waiter = Waiter([gateway_hub, executor_hub], [pipe.fd])
+
+    def wait(timeout_s: float) -> bool:
+        found = waiter.wait(timeout_s)
+        pipe.drain()
+        return found
+
+    engine = Engine(
+        core_config=settings.core(),
+        config=settings.engine(),
+        executor_hub=executor_hub,
+        gateway_hub=gateway_hub,
+        first_epoch=time.time_ns() // 1_000_000,
+        wait=wait,
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: engine.request_stop())
+    port = 0
+    if settings.metrics_port:
+        try:
+            port = metrics.serve(engine, settings.metrics_host, settings.metrics_port)
+        except OSError as error:
+            where = f"{settings.metrics_host}:{settings.metrics_port}"
+            raise EndpointError(f"metrics cannot listen on {where}: {error.strerror}") from error
+    log.info(
+        "ready",
+        extra=kv(gateways=gateway_hub.endpoint, executors=executor_hub.endpoint, metrics_port=port, pid=os.getpid()),
+    )
+    return engine.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

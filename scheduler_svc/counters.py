@@ -1,0 +1,102 @@
+"""Numbers the loop keeps about itself: plain ints, so that counting costs nanoseconds. `metrics` publishes them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, field
+
+_SECONDS = (
+    1e-5,
+    2.5e-5,
+    5e-5,
+    1e-4,
+    2.5e-4,
+    5e-4,
+    1e-3,
+    2.5e-3,
+    5e-3,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    10.0,
+)
+_COUNTS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
+
+
+class Histogram:
+    """Counts per bucket and a sum; `bounds` are upper bounds, inclusive, and one bucket more takes the rest."""
+
+    __slots__ = ("bounds", "buckets", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.buckets = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self.buckets[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
+def _seconds() -> Histogram:
+    return Histogram(_SECONDS)
+
+
+def _counts() -> Histogram:
+    return Histogram(_COUNTS)
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Since the start of the process."""
+
+    schedule_seconds: Histogram = field(default_factory=_seconds)
+    """Time in `schedule` and encoding, per plan."""
+    wire_seconds: Histogram = field(default_factory=_seconds)
+    """From a plan's leaving to its result's arrival, less what the executor spent on it."""
+    execute_seconds: Histogram = field(default_factory=_seconds)
+    """As the executor reports it."""
+    step_tokens: Histogram = field(default_factory=_counts)
+    step_rows: Histogram = field(default_factory=_counts)
+    plans_sent: int = 0
+    plans_sent_ahead: int = 0
+    """Plans that left while the result of an earlier one was not in: pipelining at work."""
+    plans_resent: int = 0
+    executor_stalls: int = 0
+    """Plans that the executor's link did not take at once."""
+    executor_sessions: int = 0
+    stale: Counter[str] = field(default_factory=Counter)
+    """Messages dropped, by kind."""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """Streams that ended or were refused, by outcome."""
+    gateways_dropped: Counter[str] = field(default_factory=Counter)
+    """Gateways given up, by reason."""
+    faults: int = 0
+    """Exceptions that were contained."""
+    invariant_violations: int = 0
+
+
+class RateMeter:
+    """Tokens per second while steps run, over about the last `horizon_s` seconds of running."""
+
+    def __init__(self, horizon_s: float = 5.0) -> None:
+        self._horizon_s = horizon_s
+        self._tokens = 0.0
+        self._seconds = 0.0
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        """One step took `seconds`, from its start or the end of the step before it, whichever was later."""
+        keep = max(0.0, 1.0 - seconds / self._horizon_s)
+        self._tokens = self._tokens * keep + num_tokens
+        self._seconds = self._seconds * keep + seconds
+
+    def tokens_per_s(self) -> float | None:
+        """None until something was measured."""
+        return self._tokens / self._seconds if self._seconds > 0 else None

@@ -1,0 +1,304 @@
+"""The loop of the scheduler: sockets in, core, sockets out. It never waits on a socket that could be busy.
+
+One round (`step`): results of the executor, messages of the gateways, deadlines, the next plans, what the gateways are
+owed, then timers. With two plans allowed in flight, plan N+1 leaves in the round in which result N-1 came, before
+result N: scheduling and the wire are hidden behind execution. Between rounds without work it sleeps until a frame, a
+signal or the next timer.
+
+One thread. Everything it needs is handed in: links, clock, and how to wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from enum import Enum
+
+from pagemill.engine.v1 import frontend_pb2 as pb
+from pagemill.links import HubLink
+from pagemill.logs import kv
+from pagemill.zmq_links import Waiter
+from scheduler_svc.config import EngineConfig
+from scheduler_svc.core.params import SchedulerConfig
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.counters import EngineCounters
+from scheduler_svc.executor_session import ExecutorPort
+from scheduler_svc.gateway_sessions import EarlyRefusal, GatewayPort
+from scheduler_svc.sessions import Clock, EpochSource
+
+log = logging.getLogger(__name__)
+
+FRAMES_PER_ROUND = 64
+"""Frames read from one side in one round, so that a flood from one cannot keep the other waiting."""
+BACKLOG_RETRY_S = 0.005
+"""A full link says nothing when it has room again, so it is tried this often."""
+CHECK_EVERY_PLANS = 10_000
+_IDLE_CHECK_S = 1.0
+_MIN_RETRY_MS, _MAX_RETRY_MS, _UNKNOWN_RETRY_MS = 100, 60_000, 1_000
+
+
+class Phase(Enum):
+    """Serving → draining (first stop) → done."""
+
+    SERVING = "serving"
+    DRAINING = "draining"
+    DONE = "done"
+
+
+class Engine:
+    """Drives one `Scheduler` between one executor and any number of gateways."""
+
+    def __init__(
+        self,
+        *,
+        core_config: SchedulerConfig,
+        config: EngineConfig,
+        executor_hub: HubLink,
+        gateway_hub: HubLink,
+        clock: Clock = time.monotonic,
+        first_epoch: int = 0,
+        wait: Callable[[float], bool] | None = None,
+    ) -> None:
+        self.counters = EngineCounters()
+        self.phase = Phase.SERVING
+        self._core_config = core_config
+        self._config = config
+        self._executor_hub, self._gateway_hub = executor_hub, gateway_hub
+        self._clock = clock
+        self._wait = wait or Waiter([executor_hub, gateway_hub]).wait
+        core = Scheduler(core_config)
+        epochs = EpochSource(first_epoch)
+        self.gateways = GatewayPort(
+            hub=gateway_hub, core=core, config=config, epochs=epochs, counters=self.counters, front=self
+        )
+        self.executors = ExecutorPort(
+            hub=executor_hub,
+            core=core,
+            config=config,
+            epochs=epochs,
+            counters=self.counters,
+            emit=self.gateways.deliver,
+            required_fingerprint=self.gateways.fingerprint,
+            clock=clock,
+        )
+        self._announced: tuple[object, ...] = ()
+        self._num_stops = 0
+        self._drain_until = 0.0
+        self._core_faults = 0
+        self._grace_spent = False
+        self._next_check = CHECK_EVERY_PLANS
+        self._idle_since: float | None = None
+
+    @property
+    def core(self) -> Scheduler:
+        """The scheduler in use; another one after a fault that could not be contained otherwise."""
+        return self.executors.core
+
+    # Running
+
+    def run(self) -> int:
+        """Serve until stopped; the exit status: 0 after a drain that ended by itself or its limit, 1 when hurried."""
+        while self.phase is not Phase.DONE:
+            if not self.step():
+                self._wait(self.idle_s(self._clock()))
+        return 1 if self._num_stops > 1 else 0
+
+    def request_stop(self) -> None:
+        """Drain, or stop at once when called again. Safe in a signal handler; takes effect in the next round."""
+        self._num_stops += 1
+
+    def step(self) -> bool:
+        """One round; whether anything happened, so that another one may find more."""
+        now = self._clock()
+        num_results = self._read(self._executor_hub, self.executors.handle, now)
+        num_messages = self._read(self._gateway_hub, self.gateways.handle, now)
+        sent = self._advance(now)
+        if self._num_stops:
+            self._drain(now)
+        if max(num_results, num_messages) < FRAMES_PER_ROUND:  # all frames are read, so silence is silence
+            self.executors.tick(now)
+            self.gateways.tick(now)
+            self._check_grace(now)
+        busy = bool(sent or num_results or num_messages)
+        self._check_books(now, busy)
+        self._announce()
+        self.gateways.flush(now)
+        return busy
+
+    def _read(self, hub: HubLink, handle: Callable[..., None], now: float) -> int:
+        """Handle what has come; how many frames that was, at most `FRAMES_PER_ROUND`."""
+        for count in range(FRAMES_PER_ROUND):
+            item = hub.recv()
+            if item is None:
+                return count
+            try:
+                handle(*item, now)
+            except Exception:
+                executor = self.executors.session
+                self._contain("message", now, is_core=executor is not None and executor.peer == item[0])
+        return FRAMES_PER_ROUND
+
+    def _advance(self, now: float) -> bool:
+        """Deadlines, then plans; whether a plan was sent."""
+        try:
+            due = self.core.next_deadline()
+            if due is not None and due <= now:
+                self.gateways.deliver(self.core.expire(now))
+            sent = self.executors.send_plans(now)
+        except Exception:
+            self._contain("step", now, is_core=True)
+            return False
+        if sent and not self.executors.is_failing:
+            self._core_faults = 0
+        return sent
+
+    def idle_s(self, now: float) -> float:
+        """How long to sleep when a round found nothing to do."""
+        if self.gateways.has_backlog or self.executors.has_backlog:
+            return BACKLOG_RETRY_S
+        due = min(self.executors.due(), self.gateways.due(), now + self._config.heartbeat_s)
+        deadline = self.core.next_deadline()
+        return max(0.0, min(due, due if deadline is None else deadline) - now)
+
+    # Faults
+
+    def _contain(self, what: str, now: float, *, is_core: bool) -> None:
+        """Log an exception under an id and go on; when the core may be at fault, from a state known to be good."""
+        self.counters.faults += 1
+        fault_id = secrets.token_hex(4)
+        log.exception("fault contained", extra=kv(fault=fault_id, what=what))
+        if not is_core:
+            return
+        self._core_faults += 1
+        try:
+            if self._core_faults == 1:
+                self.executors.restart(now, f"fault {fault_id}")
+                return
+        except Exception:
+            log.exception("session cannot be restarted", extra=kv(fault=fault_id))
+        self._reset_core(now, fault_id)
+
+    def _reset_core(self, now: float, fault_id: str) -> None:
+        """The last resort: all streams end with INTERNAL, and a fresh core takes over."""
+        old = self.core
+        core = Scheduler(self._core_config)
+        self.executors.core = self.gateways.core = core
+        self.gateways.end_streams(
+            now, pb.STREAM_ERROR_INTERNAL, f"the request could not be computed (fault {fault_id})"
+        )
+        self._core_faults = 0
+        log.error("core replaced", extra=kv(fault=fault_id, steps=old.next_step_id - 1))
+        self.executors.restart(now, f"fault {fault_id}")
+
+    def _check_books(self, now: float, busy: bool) -> None:
+        """Check conservation once per pause and every `CHECK_EVERY_PLANS` plans; a mismatch heals, it never kills."""
+        if busy:
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = now
+        is_paused = self._idle_since is not None and now - self._idle_since > _IDLE_CHECK_S
+        if self.counters.plans_sent < self._next_check and not (is_paused and self._has_new_plans()):
+            return
+        self._next_check = self.counters.plans_sent + CHECK_EVERY_PLANS
+        problems = self.core.check_invariants()
+        if problems:
+            self.counters.invariant_violations += len(problems)
+            log.error("invariants violated", extra=kv(count=len(problems), first=problems[0]))
+            self._reset_core(now, "invariants")
+
+    def _has_new_plans(self) -> bool:
+        return self.counters.plans_sent + CHECK_EVERY_PLANS > self._next_check
+
+    # Admission (Front)
+
+    def refuse_now(self, now: float) -> EarlyRefusal | None:
+        """As `Front.refuse_now`."""
+        if self.phase is not Phase.SERVING:
+            return EarlyRefusal(pb.STREAM_ERROR_DRAINING, "the scheduler is shutting down", _UNKNOWN_RETRY_MS)
+        if self.executors.session is None and self._is_grace_over(now):
+            return EarlyRefusal(pb.STREAM_ERROR_NO_EXECUTOR, self._no_executor_text(), _UNKNOWN_RETRY_MS)
+        return None
+
+    def _is_grace_over(self, now: float) -> bool:
+        return now - self.executors.absent_since >= self._config.no_executor_grace_s
+
+    def _no_executor_text(self) -> str:
+        return f"no executor has been connected for {self._config.no_executor_grace_s:g} s"
+
+    def _check_grace(self, now: float) -> None:
+        """Once per absence: what was queued in hope and has had no token ends. Streams that have, wait on."""
+        if self.executors.session is not None:
+            self._grace_spent = False
+        elif not self._grace_spent and self._is_grace_over(now):
+            self._grace_spent = True
+            text = self._no_executor_text()
+            ended = self.gateways.end_streams(now, pb.STREAM_ERROR_NO_EXECUTOR, text, only_silent=True)
+            log.warning("no executor", extra=kv(grace_s=self._config.no_executor_grace_s, refused=ended))
+
+    def retry_after_ms(self) -> int:
+        """As `Front.retry_after_ms`: queued tokens over the measured rate."""
+        rate = self.executors.tokens_per_s()
+        if rate is None or rate <= 0:
+            return _UNKNOWN_RETRY_MS
+        return max(_MIN_RETRY_MS, min(_MAX_RETRY_MS, round(1000 * self.core.stats().queue_tokens / rate)))
+
+    def vocab_size(self) -> int | None:
+        """As `Front.vocab_size`."""
+        session = self.executors.session
+        return None if session is None else session.hello.vocab_size
+
+    def executor_fingerprint(self) -> str | None:
+        """As `Front.executor_fingerprint`."""
+        session = self.executors.session
+        return None if session is None else session.hello.model_fingerprint
+
+    # Status (Front)
+
+    def status(self) -> pb.SchedulerStatus:
+        """As `Front.status`."""
+        stats = self.core.stats()
+        session = self.executors.session
+        status = pb.SchedulerStatus(
+            draining=self.phase is not Phase.SERVING,
+            queue_requests=stats.queue_requests,
+            queue_tokens=stats.queue_tokens,
+            running_requests=stats.running,
+        )
+        if session is not None:
+            status.ready = True
+            status.num_executors = 1
+            status.model_fingerprint = session.hello.model_fingerprint
+            status.max_model_len = session.limits.max_model_len
+            status.kv_capacity_tokens = session.limits.num_device_blocks * session.limits.block_size
+        return status
+
+    def _announce(self) -> None:
+        """Tell the gateways when something changed that they act on; counts go with the heartbeats."""
+        session = self.executors.session
+        state = (self.phase, session, None if session is None else session.hello.model_fingerprint)
+        if state != self._announced:
+            self._announced = state
+            self.gateways.announce()
+
+    # Stopping
+
+    def _drain(self, now: float) -> None:
+        if self.phase is Phase.SERVING:
+            self.phase = Phase.DRAINING
+            self._drain_until = now + self._config.drain_timeout_s
+            log.info("draining", extra=kv(streams=self.gateways.num_streams, limit_s=self._config.drain_timeout_s))
+        absent = self.executors.session is None and now - self.executors.absent_since > self._config.lease_s
+        over = self._num_stops > 1 or absent or now >= self._drain_until
+        if over or (self.gateways.num_streams == 0 and not self.gateways.has_backlog):
+            self._finish(now)
+
+    def _finish(self, now: float) -> None:
+        """Every stream has its end before the links are closed."""
+        left = self.gateways.end_streams(now, pb.STREAM_ERROR_DRAINING, "the scheduler is shutting down")
+        self.gateways.flush(now)
+        self.gateways.goodbye("the scheduler is shutting down")
+        self.executors.goodbye("the scheduler is shutting down")
+        self.phase = Phase.DONE
+        log.info("stopped", extra=kv(streams_cut=left, plans=self.counters.plans_sent))
