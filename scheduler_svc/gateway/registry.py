@@ -117,7 +117,8 @@ class Registry:
     async def wait_empty(self, timeout_s: float) -> bool:
         """Whether all calls have ended, after waiting for at most `timeout_s` seconds."""
         try:
-            await asyncio.wait_for(self._empty.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
         except TimeoutError:
             return False
         return True

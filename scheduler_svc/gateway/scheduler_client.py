@@ -145,7 +145,8 @@ class SchedulerClient:
         """Whether there is a session, after waiting for one for at most `timeout_s`."""
         if not self._in_session.is_set():
             try:
-                await asyncio.wait_for(self._in_session.wait(), timeout_s)
+                async with asyncio.timeout(timeout_s):  # not wait_for, which may swallow a cancellation (Python 3.11)
+                    await self._in_session.wait()
             except TimeoutError:
                 return False
         return True

@@ -177,7 +177,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._scheduler.submit(stream)
         while not (stream.admitted or stream.is_over):
             await self._next_news(stream)
-        if stream.error is not None:
+        if stream.error is not None and not stream.admitted:
             raise stream.error
 
     async def _next_news(self, stream: LiveStream) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -191,7 +190,8 @@ class FakeScheduler:
                     self.post(status=self.status)
                 news.clear()
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(news.wait(), 0.05)
+                    async with asyncio.timeout(0.05):  # wait_for may swallow the cancellation that ends a test
+                        await news.wait()
         finally:
             loop.remove_reader(self._hub.fileno())
             for task in self._tasks:
@@ -399,6 +399,3 @@ async def running_gateway(
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         hub.close()
-
-
-assert os.name == "posix"
