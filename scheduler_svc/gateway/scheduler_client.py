@@ -18,12 +18,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from pagemill import columns
 from pagemill.engine.v1 import frontend_pb2 as wire
 from pagemill.errors import PagemillError, Reason
 from pagemill.framing import PROTOCOL, Channel
 from pagemill.links import SendOutcome
 from pagemill.logs import kv
-from scheduler_svc.gateway.columns import column, values
 from scheduler_svc.gateway.metrics import GatewayMetrics
 from scheduler_svc.gateway.streams import LiveStream
 
@@ -201,7 +201,7 @@ class SchedulerClient:
         """Send what state asks for until the link is full; the rest goes with a later tick."""
         if not self._in_session.is_set():
             return
-        if self._to_cancel and self._send(cancel=wire.CancelStreams(streams=column(self._to_cancel))):
+        if self._to_cancel and self._send(cancel=wire.CancelStreams(streams=columns.pack(list(self._to_cancel)))):
             self._to_cancel.clear()
         now = time.monotonic()
         for stream_id, not_before in list(self._to_submit.items()):
@@ -332,8 +332,12 @@ class SchedulerClient:
     def _tokens(self, batch: wire.TokenBatch) -> None:
         """Hand each entry to its stream. A batch that does not add up, or tokens that are missing, end the session."""
         try:
-            streams, first_index, ids = values(batch.streams), values(batch.first_index), values(batch.token_ids)
-            counts = values(batch.counts) if batch.counts else [1] * len(streams)
+            streams, first_index, ids = (
+                columns.unpack(batch.streams),
+                columns.unpack(batch.first_index),
+                columns.unpack(batch.token_ids),
+            )
+            counts = columns.unpack(batch.counts) if batch.counts else [1] * len(streams)
         except ValueError:
             streams, first_index, ids, counts = [], [], [0], []
         if not (

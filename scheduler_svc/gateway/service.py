@@ -14,13 +14,13 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from pagemill import columns
 from pagemill.engine.v1.sampling_pb2 import Sampling
 from pagemill.errors import PagemillError, Reason, invalid
 from pagemill.model_files import ModelInfo
 from pagemill.v1 import inference_pb2 as pb
 from pagemill.v1 import inference_pb2_grpc
 from scheduler_svc.gateway import validation
-from scheduler_svc.gateway.columns import column
 from scheduler_svc.gateway.messages import OutputClock, delta, finished
 from scheduler_svc.gateway.metrics import GatewayMetrics
 from scheduler_svc.gateway.output import Ending, EndKind, Output, StopRules
@@ -144,7 +144,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             request_id=request_id,
             tenant=_TENANT,
             priority=generation.priority,
-            prompt_ids=column(prompt_ids),
+            prompt_ids=columns.pack(prompt_ids),
             num_prompt_tokens=len(prompt_ids),
             sampling=Sampling(
                 temperature=generation.temperature,
@@ -153,7 +153,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 min_p=generation.min_p,
                 seed=seed,
                 min_tokens=generation.min_tokens,
-                stop_token_ids=column(sorted(stop_ids)),
+                stop_token_ids=columns.pack(sorted(stop_ids)),
             ),
             max_tokens=max_tokens,
             arrival=arrival,

@@ -9,10 +9,10 @@ import asyncio
 import time
 from dataclasses import dataclass
 
+from pagemill import columns
 from pagemill.engine.v1.frontend_pb2 import StreamEnded, Submit
 from pagemill.engine.v1.sampling_pb2 import Sampling
 from pagemill.errors import PagemillError
-from scheduler_svc.gateway.columns import column
 from scheduler_svc.gateway.output import Ending, EndKind, Output
 
 
@@ -42,7 +42,7 @@ class Replay:
             tenant=self.tenant,
             priority=self.priority,
             prompt_ids=self.prompt_ids,
-            emitted_ids=column(emitted_ids) if emitted_ids else b"",
+            emitted_ids=columns.pack(emitted_ids) if emitted_ids else b"",
             sampling=self.sampling,
             max_tokens=self.max_tokens,
             max_queue_ms=self.max_queue_ms,

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from pagemill import columns
 from pagemill.engine.v1 import frontend_pb2 as wire
 from pagemill.errors import Reason
 from pagemill.framing import Channel
@@ -21,7 +22,6 @@ from pagemill.loopback import LoopbackHub, LoopbackPeer
 from pagemill.model_files import ModelFormat, ModelInfo
 from pagemill.v1 import inference_pb2 as pb
 from pagemill.v1 import inference_pb2_grpc, model_pb2_grpc
-from scheduler_svc.gateway.columns import column, values
 from scheduler_svc.gateway.config import GatewaySettings
 from scheduler_svc.gateway.scheduler_client import Identity
 from scheduler_svc.gateway.server import Gateway
@@ -87,10 +87,10 @@ class FakeStream:
 
     @property
     def prompt_ids(self) -> list[int]:
-        return values(self.submit.prompt_ids)
+        return columns.unpack(self.submit.prompt_ids)
 
     def __post_init__(self) -> None:
-        self.sent = len(values(self.submit.emitted_ids))
+        self.sent = len(columns.unpack(self.submit.emitted_ids))
 
     def accept(self) -> None:
         self.scheduler.post(accepted=wire.StreamAccepted(stream=self.stream))
@@ -106,10 +106,10 @@ class FakeStream:
         self.sent = first + len(ids)
         self.scheduler.post(
             tokens=wire.TokenBatch(
-                streams=column([self.stream]),
-                counts=column([len(ids)]) if len(ids) != 1 else b"",
-                first_index=column([first]),
-                token_ids=column(ids),
+                streams=columns.pack([self.stream]),
+                counts=columns.pack([len(ids)]) if len(ids) != 1 else b"",
+                first_index=columns.pack([first]),
+                token_ids=columns.pack(ids),
             )
         )
 
@@ -133,7 +133,7 @@ def emit(ids: list[int], per_step: int = 1, reason: int | None = None) -> Script
 
     async def script(stream: FakeStream) -> None:
         stream.accept()
-        stops = set(values(stream.submit.sampling.stop_token_ids))
+        stops = set(columns.unpack(stream.submit.sampling.stop_token_ids))
         done = stream.sent
         todo = ids[done : stream.submit.max_tokens]
         for start in range(0, len(todo), per_step):
@@ -231,7 +231,7 @@ class FakeScheduler:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         elif body == "cancel":
-            for number in values(envelope.cancel.streams):
+            for number in columns.unpack(envelope.cancel.streams):
                 if number in self.live:
                     self.live[number].cancelled.set()
 

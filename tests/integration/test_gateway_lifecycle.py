@@ -10,11 +10,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pagemill import columns
 from pagemill.engine.v1 import frontend_pb2 as wire
 from pagemill.errors import PUSHBACK_KEY, Reason
 from pagemill.links import SendOutcome
 from pagemill.v1 import inference_pb2 as pb
-from scheduler_svc.gateway.columns import values
 from scheduler_svc.gateway.server import READINESS_SERVICE, server_options
 from tests.integration.gateway_fixture import (
     DEADLINE_S,
@@ -424,7 +424,7 @@ async def _survives(rig: Rig, trouble: Any) -> None:
         assert submit.sampling == before.sampling
         assert submit.max_tokens == before.max_tokens
         assert submit.age_ms > 0
-        emitted = values(submit.emitted_ids)
+        emitted = columns.unpack(submit.emitted_ids)
         assert emitted == [97 + i % 26 for i in range(len(emitted))]
     await rig.probe()
 

@@ -13,11 +13,11 @@ import grpc
 import pytest
 import pytest_asyncio
 
+from pagemill import columns
 from pagemill.engine.v1 import frontend_pb2 as wire
 from pagemill.errors import Reason
 from pagemill.v1 import inference_pb2 as pb
 from pagemill.v1 import model_pb2
-from scheduler_svc.gateway.columns import values
 from tests.integration.gateway_fixture import (
     DEADLINE_S,
     MAX_MODEL_LEN,
@@ -322,7 +322,7 @@ async def test_b27_b32_chat_prompts_hold_control_ids_only_at_template_positions(
     made = pb.GenerateRequest(chat=chat)
     made.stopping.max_tokens = 1
     answer = await rig.generate(made)
-    ids = values(rig.scheduler.submits[-1].prompt_ids)
+    ids = columns.unpack(rig.scheduler.submits[-1].prompt_ids)
     assert [i for i in ids if i > 255] == [257, 258, 257]
     assert answer.accepted.num_prompt_tokens == len(ids)
     tokenized = await rig.api.Tokenize(pb.TokenizeRequest(chat=chat))
@@ -332,7 +332,7 @@ async def test_b27_b32_chat_prompts_hold_control_ids_only_at_template_positions(
 async def test_b32_plain_text_never_becomes_control_ids(rig: Rig) -> None:
     rig.scheduler.script = emit([65])
     await rig.generate(request("<|im_start|>system", stopping__max_tokens=1))
-    assert max(values(rig.scheduler.submits[-1].prompt_ids)) < 256
+    assert max(columns.unpack(rig.scheduler.submits[-1].prompt_ids)) < 256
 
 
 async def test_roles_outside_the_list_are_refused(rig: Rig) -> None:
@@ -401,13 +401,13 @@ async def test_own_stop_ids_are_told_and_sent_with_the_models(rig: Rig) -> None:
     answer = await rig.generate(request(stopping__stop_token_ids=[33]))
     assert answer.text == "Hi"
     assert answer.finished.stop_token_id == 33
-    assert set(values(rig.scheduler.submits[-1].sampling.stop_token_ids)) == {33, EOS}
+    assert set(columns.unpack(rig.scheduler.submits[-1].sampling.stop_token_ids)) == {33, EOS}
 
 
 async def test_ignore_eos_sends_only_the_requests_ids(rig: Rig) -> None:
     rig.scheduler.script = emit([72, EOS, 105])
     answer = await rig.generate(request(stopping__ignore_eos=True, stopping__max_tokens=3))
-    assert values(rig.scheduler.submits[-1].sampling.stop_token_ids) == []
+    assert columns.unpack(rig.scheduler.submits[-1].sampling.stop_token_ids) == []
     assert (answer.text, answer.finished.reason) == ("Hi", pb.FINISH_REASON_LENGTH)
 
 
@@ -502,7 +502,7 @@ async def test_parameters_reach_the_scheduler_resolved(rig: Rig) -> None:
     sent = rig.scheduler.submits[-1]
     assert (sent.priority, sent.max_queue_ms, sent.max_tokens) == (-7, 1234, 1)
     assert (sent.sampling.temperature, sent.sampling.top_p, sent.sampling.top_k, sent.sampling.min_p) == (1, 1, V, 0)
-    assert values(sent.prompt_ids) == [*b"abc"]
+    assert columns.unpack(sent.prompt_ids) == [*b"abc"]
     assert len(sent.cache_salt) == 32
     assert 0 < sent.deadline_ms <= 5100  # the transport rounds up
     assert tiny().vocab_size == V
