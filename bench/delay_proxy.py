@@ -1,0 +1,92 @@
+"""Stands between executors and a scheduler and holds every frame for at least some milliseconds, each way.
+
+    python -m bench.delay_proxy --listen ipc:///tmp/x/far.sock --connect ipc:///tmp/x/near.sock --delay-ms 5
+
+A wire that is longer, not thinner: frames keep their order and any number may be under way. To the scheduler each
+executor keeps its own identity, because the proxy opens one connection per executor under the executor's name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+
+@dataclass(slots=True)
+class Held:
+    """Frames due at a time (monotonic, in seconds), first in first out: the delay is the same for all."""
+
+    due: float
+    socket: zmq.Socket[bytes]
+    frames: list[bytes]
+
+
+class DelayProxy:
+    """One listening ROUTER, one DEALER per executor. `turn` moves what is there and what is due."""
+
+    def __init__(self, listen: str, connect: str, delay_s: float) -> None:
+        self._context = zmq.Context()
+        self._connect = connect
+        self._delay_s = delay_s
+        self._front = self._context.socket(zmq.ROUTER)
+        self._front.set_hwm(0)
+        self._front.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._front.bind(listen)
+        self._backs: dict[bytes, zmq.Socket[bytes]] = {}
+        self._poller = zmq.Poller()
+        self._poller.register(self._front, zmq.POLLIN)
+        self._held: deque[Held] = deque()
+
+    def turn(self) -> None:
+        """Wait for the next frame or the next due time; then receive all and send what is due."""
+        # Rounded up, since zmq counts whole milliseconds: frames are held at least as long as asked, never spun for.
+        timeout_ms = math.ceil(max(0.0, self._held[0].due - time.monotonic()) * 1e3) if self._held else None
+        ready: dict[Any, int] = dict(self._poller.poll(timeout_ms))
+        now = time.monotonic()
+        if self._front in ready:
+            identity, *frames = self._front.recv_multipart()
+            self._held.append(Held(now + self._delay_s, self._back(identity), frames))
+        for identity, back in self._backs.items():
+            if back in ready:
+                self._held.append(Held(now + self._delay_s, self._front, [identity, *back.recv_multipart()]))
+        while self._held and self._held[0].due <= now:
+            held = self._held.popleft()
+            held.socket.send_multipart(held.frames)
+
+    def close(self) -> None:
+        """Drop what is held."""
+        self._context.destroy(linger=0)
+
+    def _back(self, identity: bytes) -> zmq.Socket[bytes]:
+        back = self._backs.get(identity)
+        if back is None:
+            back = self._backs[identity] = self._context.socket(zmq.DEALER)
+            back.set_hwm(0)
+            back.setsockopt(zmq.IDENTITY, identity)
+            back.connect(self._connect)
+            self._poller.register(back, zmq.POLLIN)
+        return back
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="delay frames between executors and a scheduler, each way")
+    parser.add_argument("--listen", required=True, help="endpoint for executors")
+    parser.add_argument("--connect", required=True, help="the scheduler's executor endpoint")
+    parser.add_argument("--delay-ms", type=float, required=True, help="delay of each frame in each direction")
+    args = parser.parse_args()
+    proxy = DelayProxy(args.listen, args.connect, args.delay_ms / 1e3)
+    try:
+        while True:
+            proxy.turn()
+    except KeyboardInterrupt:
+        proxy.close()
+
+
+if __name__ == "__main__":
+    main()
