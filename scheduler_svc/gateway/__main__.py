@@ -57,9 +57,9 @@ async def _run(settings: GatewaySettings) -> None:
     info = read_model_info(settings.model)
     gateway = Gateway(settings, info, tokenizer.load(info), _connect(settings), _identity(info))
     stopping = _stop_on_signals()
-    await gateway.start()
     if settings.metrics_port:
         start_http_server(settings.metrics_port, settings.metrics_host, gateway.metrics.registry)
+    await gateway.start()
     serving = asyncio.create_task(gateway.run())
     waiting = asyncio.create_task(stopping.wait())
     await asyncio.wait([serving, waiting], return_when=asyncio.FIRST_COMPLETED)

@@ -21,7 +21,7 @@ class GatewaySettings(ServiceSettings):
     """Model whose tokenizer and chat template are used: a Hugging Face directory or a GGUF file."""
     model_name: str = Field(default="", max_length=128, pattern=r"^[\x21-\x7e]*$")
     """Name that clients use for the model. Default: the model file's or directory's own name."""
-    scheduler_endpoint: str = Field(default_factory=lambda: default_endpoint(GATEWAYS_SOCKET))
+    scheduler_endpoint: str = default_endpoint(GATEWAYS_SOCKET)
     """Where the scheduler's gateway socket is: ipc://PATH or (with --insecure) tcp://HOST:PORT."""
     insecure: bool = False
     """Allow plaintext where encryption belongs: a tcp link to the scheduler, a public address without TLS."""

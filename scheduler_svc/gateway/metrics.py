@@ -35,7 +35,10 @@ class GatewayMetrics:
             "e2e_seconds", "From a call's arrival to its last message, if it ended well", buckets=_COARSE, **options
         )
         self.prompt_tokens = Counter(
-            "prompt_tokens_total", "Prompt tokens of admitted calls, by where their KV came from", ["source"], **options
+            "prompt_tokens_total",
+            "Prompt tokens of calls that ended well, by where their KV came from",
+            ["source"],
+            **options,
         )
         self.generated_tokens = Counter("generated_tokens_total", "Tokens accepted from the scheduler", **options)
         self.live_requests = Gauge("gateway_live_requests", "Generate calls in this gateway", **options)

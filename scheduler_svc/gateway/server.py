@@ -96,10 +96,10 @@ class Gateway:
         self._server = self._build_server(ModelService(model, self.inference, self.scheduler))
         await self._health.set("", _SERVING)
         await self._health.set(READINESS_SERVICE, _NOT_SERVING)
+        self._link_task = asyncio.create_task(self.scheduler.run())  # its hello travels while the worker starts
         if self._chat is not None:
             await self._chat.start()
         await self._server.start()
-        self._link_task = asyncio.create_task(self.scheduler.run())
         self._sweep_task = asyncio.create_task(self._sweep())
         _log.info("serving", extra=kv(host=self.settings.host, port=self.port, model=model.name))
 

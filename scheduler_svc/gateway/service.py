@@ -84,6 +84,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         except PagemillError as error:
             outcome = error.reason.value
             raise
+        except asyncio.CancelledError:
+            remaining = context.time_remaining()
+            if remaining is not None and remaining <= 0:
+                outcome = Reason.DEADLINE_EXCEEDED.value
+            raise
         except Exception:
             outcome = Reason.INTERNAL.value
             raise

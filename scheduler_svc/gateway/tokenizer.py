@@ -176,11 +176,20 @@ def _barrier(work: Callable[[], _T]) -> _T:
 
 def load(info: ModelInfo) -> TextTokenizer:
     """The tokenizer of a model. Raises UnsupportedTokenizerError with one line for the operator."""
+    tokenizer = TextTokenizer(_read(info))
+    if tokenizer.vocab_size > info.vocab_size:
+        raise gguf_tokenizer.UnsupportedTokenizerError(
+            f"{info.path}: the tokenizer has {tokenizer.vocab_size} ids, the model only {info.vocab_size}"
+        )
+    return tokenizer
+
+
+def _read(info: ModelInfo) -> Tokenizer:
     if info.tokenizer_json is None:
         assert info.gguf is not None
-        return TextTokenizer(gguf_tokenizer.build(info.gguf.metadata, add_bos=info.add_bos_token))
+        return gguf_tokenizer.build(info.gguf.metadata, add_bos=info.add_bos_token)
     try:
-        return TextTokenizer(Tokenizer.from_file(str(info.tokenizer_json)))
+        return Tokenizer.from_file(str(info.tokenizer_json))
     except Exception as error:  # the library raises bare Exception
         raise gguf_tokenizer.UnsupportedTokenizerError(f"{info.tokenizer_json}: cannot be read") from error
 

@@ -277,7 +277,8 @@ class Rig:
 
     gateway: Gateway
     scheduler: FakeScheduler
-    channel: grpc.aio.Channel
+    channel: Any
+    """A `grpc.aio.Channel`; its published stubs are older than the library."""
 
     @property
     def api(self) -> inference_pb2_grpc.InferenceServiceStub:
@@ -336,10 +337,19 @@ async def collect(call: Any) -> Answer:
     return Answer(events[0].accepted, deltas, events[-1].finished)
 
 
+EOF: Any = vars(grpc.aio)["EOF"]
+
+
+def connect(port: int, *options: tuple[str, int]) -> Any:
+    """A channel with a connection of its own."""
+    own = ("grpc.use_local_subchannel_pool", 1)
+    return grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=[own, *options])
+
+
 async def rest_of(call: Any) -> list[pb.GenerateResponse]:
     """What is left of a stream that was begun with `read`."""
     events = []
-    while (event := await call.read()) is not grpc.aio.EOF:
+    while (event := await call.read()) is not EOF:
         events.append(event)
     return events
 
@@ -389,7 +399,7 @@ async def running_gateway(
     gateway = Gateway(options, info, tokenizer or tiny(), link, identity)
     running = asyncio.create_task(scheduler.run())
     await gateway.start()
-    channel = grpc.aio.insecure_channel(f"127.0.0.1:{gateway.port}", options=[("grpc.use_local_subchannel_pool", 1)])
+    channel = connect(gateway.port)
     try:
         await until(lambda: gateway.scheduler.ready or not scheduler.answers_hello)
         yield Rig(gateway, scheduler, channel)

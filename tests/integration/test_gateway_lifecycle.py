@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,9 +20,11 @@ from pagemill.v1 import inference_pb2 as pb
 from scheduler_svc.gateway.server import READINESS_SERVICE, server_options
 from tests.integration.gateway_fixture import (
     DEADLINE_S,
+    EOF,
     FakeStream,
     Rig,
     collect,
+    connect,
     emit,
     reason_of,
     rest_of,
@@ -78,7 +82,7 @@ async def accept_only(stream: FakeStream) -> None:
 async def test_b70_b71_b78_a_client_that_leaves_frees_everything(script: Any, how: str) -> None:
     async with running_gateway() as rig:
         rig.scheduler.script = script
-        channel = grpc.aio.insecure_channel(f"127.0.0.1:{rig.gateway.port}", [("grpc.use_local_subchannel_pool", 1)])
+        channel = connect(rig.gateway.port)
         stub = channel.unary_stream("/pagemill.v1.InferenceService/Generate")
         call = stub(request().SerializeToString(), timeout=0.3 if how == "deadline" else DEADLINE_S)
         await until(lambda: len(rig.scheduler.live) == 1)
@@ -207,7 +211,8 @@ async def test_refusals_of_the_scheduler_have_their_reason_and_retry_hint(
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await rig.generate(request())
         assert (caught.value.code(), reason_of(caught.value)) == (code, reason)
-        assert dict(caught.value.trailing_metadata())[PUSHBACK_KEY] == "250"  # type: ignore[arg-type]
+        trailing: Any = caught.value.trailing_metadata()
+        assert dict(trailing)[PUSHBACK_KEY] == "250"
         await rig.probe()
 
 
@@ -266,8 +271,7 @@ async def test_a_client_that_does_not_read_is_cut_with_slow_consumer_and_others_
     async with running_gateway(slow_client_timeout_s=0.5, max_model_len=100) as rig:
         rig.gateway.inference._accepted = _padded(rig, "y" * 7_000_000)  # type: ignore[method-assign]
         rig.scheduler.script = endless
-        options = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{rig.gateway.port}", options) as channel:
+        async with connect(rig.gateway.port, ("grpc.max_receive_message_length", -1)) as channel:
             stub = channel.unary_stream("/pagemill.v1.InferenceService/Generate")
             slow = [stub(request(90).SerializeToString(), timeout=DEADLINE_S) for _ in range(2)]
             await until(lambda: rig.gateway.metrics.requests.labels("slow_consumer")._value.get() > 0)
@@ -277,7 +281,7 @@ async def test_a_client_that_does_not_read_is_cut_with_slow_consumer_and_others_
             for call in slow:
                 while not call.done():
                     try:
-                        if await call.read() is grpc.aio.EOF:
+                        if await call.read() is EOF:
                             break
                     except grpc.aio.AioRpcError:
                         break
@@ -536,12 +540,9 @@ async def test_garbage_on_the_link_harms_nothing() -> None:
 
 def test_option_names_exist_in_this_grpc() -> None:
     """A name that grpc does not know is ignored without a word."""
-    import grpc._cython.cygrpc as native  # noqa: PLC0415
-
     from scheduler_svc.gateway.config import GatewaySettings  # noqa: PLC0415
 
-    with open(native.__file__, "rb") as file:
-        library = file.read()
+    library = Path(str(sys.modules["grpc._cython.cygrpc"].__file__)).read_bytes()
     for name, _ in server_options(GatewaySettings(model="x")):  # type: ignore[arg-type]
         assert name.encode() + b"\0" in library, name
 

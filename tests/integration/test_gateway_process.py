@@ -77,7 +77,7 @@ async def serving(folder: Path, *options: str) -> AsyncIterator[Running]:
     with log.open("wb") as out:
         process = subprocess.Popen(argv, stderr=out)
     try:
-        await until(lambda: scheduler.hellos > 0, READY_S)
+        await until(lambda: scheduler.hellos > 0 and b"serving host=" in log.read_bytes(), READY_S)
         yield Running(process, scheduler, log)
     finally:
         process.kill()

@@ -51,7 +51,7 @@ async def rig(shared: Rig) -> Any:
     await shared.probe()
 
 
-def request(text: str = "prompt", **fields: Any) -> pb.GenerateRequest:
+def request(text: str = "prompt", /, **fields: Any) -> pb.GenerateRequest:
     made = pb.GenerateRequest(text=text)
     for path, value in fields.items():
         group, name = path.split("__")
@@ -115,7 +115,7 @@ async def test_b08_b09_numbers_out_of_range(rig: Rig, field: str, value: float) 
 @pytest.mark.parametrize(("field", "value"), [("temperature", 1e-30), ("top_p", 1e-9), ("temperature", 0.0)])
 async def test_b07_extreme_but_legal_numbers_pass_unchanged(rig: Rig, field: str, value: float) -> None:
     rig.scheduler.script = emit([65])
-    await rig.generate(request(**{f"sampling__{field}": value, "stopping__max_tokens": 1}))
+    await rig.generate(request("x", **{f"sampling__{field}": value, "stopping__max_tokens": 1}))
     assert getattr(rig.scheduler.submits[-1].sampling, field) == pytest.approx(value)
 
 

@@ -116,7 +116,7 @@ CONVERSATIONS = [
 def test_equals_transformers_for_ordinary_content(name: str, messages: list[dict[str, str]], opened: bool) -> None:
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 
-    theirs = PreTrainedTokenizerFast(
+    theirs = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer_with_controls(), bos_token="<s>", eos_token="</s>", chat_template=TEMPLATES[name]
     )
     expected = theirs.apply_chat_template(messages, tokenize=True, add_generation_prompt=opened, return_dict=False)
@@ -187,7 +187,7 @@ def test_text_whose_origin_a_template_hides_is_refused_rather_than_guessed() -> 
 def test_metaspace_tokenizers_put_no_space_behind_a_control_token() -> None:
     vocab = {c: i for i, c in enumerate(["<unk>", "▁", "a", "b", "▁a", "▁b"])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("▁", "a"), ("▁", "b")], unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer.add_special_tokens([AddedToken("<s>", special=True, normalized=False)])
     text = TextTokenizer(tokenizer)
     for line in ("<s>ab a<s>b", "a<s>a", "<s> a"):
@@ -199,7 +199,7 @@ def test_prepending_normalizers_treat_each_stretch_alike() -> None:
     vocab = {c: i for i, c in enumerate(["<unk>", "▁", "a", "b"])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
     steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    tokenizer.normalizer = normalizers.Sequence(steps)  # type: ignore[assignment]
+    tokenizer.normalizer = normalizers.Sequence(steps)
     tokenizer.add_special_tokens([AddedToken("<s>", special=True, normalized=False)])
     text = TextTokenizer(tokenizer)
     line = "<s>ab a<s>b"

@@ -21,7 +21,7 @@ def _fallback_tokenizer() -> Tokenizer:
         vocab[word] = len(vocab)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    tokenizer.decoder = decoders.Sequence(steps)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.Sequence(steps)
     tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
     return tokenizer
 

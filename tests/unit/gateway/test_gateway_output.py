@@ -20,7 +20,8 @@ def output(max_tokens: int = 100, eos: bool = True, own: frozenset[int] = frozen
 
 
 def feed(out: Output, ids: list[int]) -> tuple[list[int], str]:
-    taken, text = [], ""
+    taken: list[int] = []
+    text = ""
     for token_id in ids:
         out.push(token_id)
         if (piece := out.take()) is not None:

@@ -22,7 +22,8 @@ def naive(text: str, stops: list[str], floor: int = 0) -> tuple[str, str] | None
 
 
 def run(chunks: list[str], stops: list[str]) -> tuple[str, str | None, list[str]]:
-    stopper, released = Stopper(stops), []
+    stopper = Stopper(stops)
+    released: list[str] = []
     for chunk in chunks:
         got = stopper.push(chunk)
         if isinstance(got, StopMatch):

@@ -28,8 +28,8 @@ def byte_level_tokenizer(words: tuple[str, ...] = ()) -> Tokenizer:
     """Byte-level BPE without merges; id = byte for ids below 256, then three special tokens."""
     vocab = {char: byte for byte, char in enumerate(byte_chars())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS])
     tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in words])
     return tokenizer
