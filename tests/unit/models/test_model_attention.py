@@ -1,0 +1,145 @@
+"""The sdpa backend against dense attention written out in float64, over shapes, dtypes and poisoned memory."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from executor_svc.attention.base import AttentionOptions
+from executor_svc.attention.sdpa import SdpaBackend
+from executor_svc.batch import Batch
+from executor_svc.kv.pool import KvGeometry, KvPool
+
+LAYERS = 2
+
+
+def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+    """One row in float64: (new, heads, dim) against (context, kv_heads, dim), causal at the bottom right."""
+    new, heads, dim = query.shape
+    context, kv_heads = key.shape[:2]
+    key = key.double().repeat_interleave(heads // kv_heads, 1)
+    value = value.double().repeat_interleave(heads // kv_heads, 1)
+    scores = torch.einsum("qhd,khd->hqk", query.double(), key) * (options.scale or 1 / math.sqrt(dim))
+    position, seen = torch.arange(context - new, context)[:, None], torch.arange(context)
+    hidden = seen > position
+    if options.window is not None:
+        hidden |= seen <= position - options.window
+    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, value).reshape(new, heads * dim)
+
+
+def run_case(
+    rows: list[tuple[int, int]],
+    *,
+    heads: int = 6,
+    kv_heads: int = 2,
+    dim: int = 16,
+    block_size: int = 4,
+    dtype: torch.dtype = torch.float32,
+    options: AttentionOptions | None = None,
+    poison: float = math.nan,
+    seed: int = 0,
+) -> float:
+    """Largest error over all rows of (new, context) tokens; every slot not in use holds `poison`."""
+    options = options or AttentionOptions()
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    counts = [-(-context // block_size) for _, context in rows]
+    pool = KvPool(KvGeometry(LAYERS, kv_heads, dim, block_size, dtype), sum(counts) + 2)
+    pool.data.fill_(poison)
+    free = list(range(pool.num_blocks))
+    rng.shuffle(free)
+    tables = torch.zeros(len(rows), max(counts), dtype=torch.int32)
+    keys, values, queries, positions, slots = [], [], [], [], []
+    for i, (new, context) in enumerate(rows):
+        blocks = [free.pop() for _ in range(counts[i])]
+        tables[i, : counts[i]] = torch.tensor(blocks, dtype=torch.int32)
+        keys.append(torch.randn(context, kv_heads, dim).to(dtype))
+        values.append(torch.randn(context, kv_heads, dim).to(dtype))
+        for position in range(context - new):  # what earlier steps have written
+            block, offset = blocks[position // block_size], position % block_size
+            pool.data[block, 1, 0, :, offset] = keys[i][position]
+            pool.data[block, 1, 1, :, offset] = values[i][position]
+        queries.append(torch.randn(new, heads, dim).to(dtype))
+        positions += range(context - new, context)
+        slots += [blocks[p // block_size] * block_size + p % block_size for p in range(context - new, context)]
+    batch = Batch(
+        torch.zeros(len(slots), dtype=torch.int64),
+        torch.tensor(positions),
+        torch.tensor(slots),
+        [new for new, _ in rows],
+        [context for _, context in rows],
+        tables,
+        [],
+    )
+    step = SdpaBackend().begin(batch, pool)
+    kv = torch.cat([torch.stack((k[-n:], v[-n:]), 1) for k, v, (n, _) in zip(keys, values, rows, strict=True)])
+    step.write(1, kv)
+    out = step.attend(1, torch.cat(queries), options)
+    assert out.dtype == dtype
+    assert out.shape == (len(slots), heads * dim)
+    parts = out.split([new for new, _ in rows])
+    errors = [
+        (part.double() - dense(q, k, v, options)).abs().max()
+        for part, q, k, v in zip(parts, queries, keys, values, strict=True)
+    ]
+    return max(float(e) for e in errors)
+
+
+MIXED = [(1, 1), (1, 5), (7, 7), (1, 64), (3, 20), (1, 17), (1, 130), (2, 2), (1, 4)]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (5, 1)])
+@pytest.mark.parametrize("dim", [8, 10, 64])
+@pytest.mark.parametrize("block_size", [1, 3, 16, 32])
+def test_equals_dense_attention(heads: int, kv_heads: int, dim: int, block_size: int) -> None:
+    assert run_case(MIXED, heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size) < 2e-6
+
+
+@pytest.mark.parametrize("window", [1, 3, 16, 500])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_window_and_scale(window: int, scale: float | None) -> None:
+    assert run_case(MIXED, options=AttentionOptions(scale, window)) < 2e-6
+
+
+def test_chunks_longer_than_one_piece() -> None:
+    assert run_case([(300, 300), (129, 400), (128, 128)], block_size=16) < 2e-6
+    assert run_case([(300, 340)], block_size=16, options=AttentionOptions(window=50)) < 2e-6
+
+
+def test_bfloat16_errs_by_its_rounding_only() -> None:
+    assert run_case(MIXED, dtype=torch.bfloat16, dim=64, block_size=16) < 0.03
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 3e38])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slots_beyond_the_context_never_matter(poison: float, dtype: torch.dtype) -> None:
+    assert run_case(MIXED, poison=poison, dtype=dtype) < (2e-6 if dtype == torch.float32 else 0.03)
+
+
+def test_a_nan_row_does_not_reach_its_neighbours() -> None:
+    """Rows that share a gather: NaN in the context of one is its own affair (docs: one bad row fails that row only)."""
+    torch.manual_seed(0)
+    pool = KvPool(KvGeometry(1, 1, 8, 4, torch.float32), 4)
+    pool.data.normal_()
+    pool.data[2] = math.nan
+    batch = Batch(torch.zeros(2, dtype=torch.int64), torch.tensor([3, 3]), torch.tensor([7, 11]), [1, 1], [4, 4],
+                  torch.tensor([[1], [2]], dtype=torch.int32), [])  # fmt: skip
+    out = SdpaBackend().begin(batch, pool).attend(0, torch.randn(2, 2, 8))
+    assert out[0].isfinite().all()
+    assert out[1].isnan().all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 150)), min_size=1, max_size=8),
+    st.sampled_from([1, 2, 5, 16, 64]),
+    st.integers(0, 1000),
+)
+def test_any_batch(rows: list[tuple[int, int]], block_size: int, seed: int) -> None:
+    assert run_case([(new, new + before) for new, before in rows], block_size=block_size, seed=seed) < 2e-6
