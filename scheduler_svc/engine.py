@@ -122,7 +122,7 @@ class Engine:
             self.gateways.tick(now)
             self._check_grace(now)
         busy = bool(sent or num_results or num_messages)
-        self._check_books(now, busy)
+        self._check_books(now, sent)
         self._announce()
         self.gateways.flush(now)
         return busy
@@ -192,9 +192,9 @@ class Engine:
         log.error("core replaced", extra=kv(fault=fault_id, steps=old.next_step_id - 1))
         self.executors.restart(now, f"fault {fault_id}")
 
-    def _check_books(self, now: float, busy: bool) -> None:
+    def _check_books(self, now: float, sent: bool) -> None:
         """Check conservation once per pause and every `CHECK_EVERY_PLANS` plans; a mismatch heals, it never kills."""
-        if busy:
+        if sent or self.core.num_inflight_plans:
             self._idle_since = None
         elif self._idle_since is None:
             self._idle_since = now

@@ -1,0 +1,408 @@
+"""What all oracle executors share: the session, the mirror of lanes, and links of chosen slowness.
+
+Single-threaded and non-blocking: `poll` does what is due now. `run` polls until told to stop, in a thread or process.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pagemill.columns import pack, unpack
+from pagemill.engine.v1 import executor_pb2 as pb
+from pagemill.framing import PROTOCOL, Channel
+from pagemill.links import PeerLink, SendOutcome
+
+KEPT_RESULTS = 4
+FINGERPRINT = "oracle-model"
+
+
+@dataclass
+class Geometry:
+    """What the hello says."""
+
+    block_size: int = 8
+    num_blocks: int = 64
+    max_rows: int = 64
+    max_tokens: int = 256
+    num_lanes: int = 192
+    max_model_len: int = 512
+    vocab_size: int = 1000
+    fingerprint: str = FINGERPRINT
+
+
+@dataclass
+class Lane:
+    """Mirror of one sequence: `position` positions of `tokens` are computed."""
+
+    lane: int
+    generation: int
+    tokens: list[int]
+    num_prompt: int
+    blocks: list[int]
+    position: int
+    seed: int
+    choice: int
+    stop_ids: frozenset[int]
+    min_tokens: int
+    touched_step: int
+    """Last plan that admitted it, gave it blocks or ran it."""
+    is_broken: bool = False
+    """A row of it failed: the scheduler may not know yet and run it once more."""
+
+    def forbidden(self) -> frozenset[int]:
+        """Ids that may not be chosen next."""
+        return self.stop_ids if len(self.tokens) - self.num_prompt < self.min_tokens else frozenset()
+
+
+@dataclass
+class Reply:
+    """What a step gave, before it is a message. `runs[i]` are the ids of row i; empty: none."""
+
+    runs: list[list[int]] = field(default_factory=list)
+    errors: dict[int, pb.RowErrorCode] = field(default_factory=dict)
+    failed: bool = False
+
+
+class OracleExecutor:
+    """Base class; subclasses say what a row gives (`next_ids`) and may watch operations."""
+
+    def __init__(
+        self,
+        link: PeerLink,
+        geometry: Geometry | None = None,
+        *,
+        delay_in_s: float = 0.0,
+        delay_out_s: float = 0.0,
+        step_s: float = 0.0,
+        heartbeat_s: float = 0.25,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.link = link
+        self.geometry = geometry or Geometry()
+        self.delay_in_s, self.delay_out_s, self.step_s = delay_in_s, delay_out_s, step_s
+        self.clock = clock
+        self.channel: Channel[pb.ExecutorEnvelope] = Channel(pb.ExecutorEnvelope)
+        self.lanes: dict[int, Lane] = {}
+        self.generations: dict[int, int] = {}
+        self.last_batch: list[int] = []
+        self.violations: list[str] = []
+        self.rejected: str | None = None
+        self.left = False
+        self.silent = False
+        """A hung main loop: frames are not read and nothing is sent."""
+        self.num_steps = 0
+        self.num_sessions = 0
+        self.max_plans_waiting = 0
+        self._heartbeat_s = heartbeat_s
+        self._incarnation = secrets.token_hex(8)
+        self._expected_step = 0
+        self._nacked = 0
+        self._results: deque[tuple[int, pb.StepResult]] = deque(maxlen=KEPT_RESULTS)
+        self._inbound: deque[tuple[float, bytes]] = deque()
+        self._work: deque[pb.ExecutorEnvelope] = deque()
+        self._order = itertools.count()
+        self._outbound: list[tuple[float, int, dict[str, object]]] = []
+        self._busy_until = 0.0
+        self._busy_since = 0.0
+        self._done: tuple[pb.ExecutorEnvelope, float] | None = None
+        self._next_heartbeat = 0.0
+        self._last_heard = clock()
+        self._lease_s = 2.0
+        self._said_hello = False
+
+    # Running
+
+    def run(self, stop: threading.Event) -> None:
+        """Poll until `stop`, a rejection or the scheduler's goodbye."""
+        while not (stop.is_set() or self.rejected or self.left):
+            if not self.poll():
+                frame = self.link.recv(0.002 if self.delay_in_s or self.delay_out_s or self.step_s else 0.02)
+                if frame is not None:
+                    self._inbound.append((self.clock() + self.delay_in_s, frame))
+
+    def start_thread(self) -> tuple[threading.Thread, threading.Event]:
+        """`run` in a daemon thread, and the event that ends it."""
+        stop = threading.Event()
+        thread = threading.Thread(target=self.run, args=(stop,), daemon=True)
+        thread.start()
+        return thread, stop
+
+    def poll(self) -> bool:
+        """Do what is due now; whether anything was."""
+        if self.silent:
+            return False
+        now = self.clock()
+        busy = self._receive(now)
+        busy |= self._compute(now)
+        if not self._said_hello or now - self._last_heard > self._lease_s:
+            self._say_hello(now)
+        elif now >= self._next_heartbeat and self.channel.epoch:
+            self._heartbeat(now)
+        return self._send_due(now) or busy
+
+    def _receive(self, now: float) -> bool:
+        while (frame := self.link.recv()) is not None:
+            self._inbound.append((now + self.delay_in_s, frame))
+        busy = False
+        while self._inbound and self._inbound[0][0] <= now:
+            _, frame = self._inbound.popleft()
+            envelope = self.channel.unpack(frame)
+            if envelope is not None:
+                self._last_heard = now
+                self._handle(envelope, now)
+            busy = True
+        return busy
+
+    def _handle(self, envelope: pb.ExecutorEnvelope, now: float) -> None:
+        body = envelope.WhichOneof("body")
+        if body == "session_start":
+            self._start(envelope, now)
+        elif body == "reject":
+            self.rejected = envelope.reject.reason
+        elif body == "goodbye":
+            self.left = True
+        elif body == "plan" and envelope.epoch == self.channel.epoch:
+            self._on_plan(envelope)
+
+    def _start(self, envelope: pb.ExecutorEnvelope, now: float) -> None:
+        self.channel.open(envelope.epoch)
+        self.channel.received_seq = envelope.seq
+        self.lanes.clear()
+        self.generations.clear()
+        self.last_batch = []
+        self._work.clear()
+        self._results.clear()
+        self._outbound.clear()
+        self._done = None
+        self._expected_step = envelope.session_start.first_step_id
+        self._nacked = 0
+        self._lease_s = envelope.session_start.lease_ms / 1000
+        self._next_heartbeat = now
+        self.num_sessions += 1
+        self.on_session()
+
+    def _on_plan(self, envelope: pb.ExecutorEnvelope) -> None:
+        step_id = envelope.plan.step_id
+        if step_id < self._expected_step:
+            for kept_id, result in self._results:
+                if kept_id == step_id:
+                    for copy in self.results_to_send(result):
+                        self._queue(result=copy)
+        elif step_id > self._expected_step:
+            if self._nacked != self._expected_step:  # one for each gap
+                self._nacked = self._expected_step
+                self._queue(nack=pb.Nack(last_step_id=self._expected_step - 1))
+        else:
+            self._expected_step += 1
+            self._work.append(envelope)
+            self.max_plans_waiting = max(self.max_plans_waiting, len(self._work) + (self._done is not None))
+
+    def _compute(self, now: float) -> bool:
+        busy = False
+        while self._work or self._done:
+            if self._done is None:
+                self._busy_since = max(now, self._busy_until)
+                self._busy_until = self._busy_since + self.step_s
+                self._done = (self._work.popleft(), self._busy_until)
+            envelope, done_at = self._done
+            if done_at > now:
+                return busy
+            self._done = None
+            busy = True
+            self._finish(envelope)
+        return busy
+
+    def _finish(self, envelope: pb.ExecutorEnvelope) -> None:
+        self.num_steps += 1
+        result = self.step(envelope)
+        self._results.append((result.step_id, result))
+        for copy in self.results_to_send(result):
+            self._queue(result=copy)
+
+    def _queue(self, **body: object) -> None:
+        heapq.heappush(self._outbound, (self.clock() + self.delay_out_s, next(self._order), body))
+
+    def _send_due(self, now: float) -> bool:
+        busy = False
+        while self._outbound and self._outbound[0][0] <= now:
+            _, order, body = heapq.heappop(self._outbound)
+            frame = self.channel.pack(**body)
+            if "result" in body:
+                self.on_result_sent(body["result"], self.channel.sent_seq)  # type: ignore[arg-type]
+            if self.link.send(frame) is SendOutcome.FULL:
+                self.channel.sent_seq -= 1
+                heapq.heappush(self._outbound, (now, order, body))
+                return busy
+            busy = True
+        return busy
+
+    def _say_hello(self, now: float) -> None:
+        geometry = self.geometry
+        hello = pb.ExecutorHello(
+            protocol_min=PROTOCOL,
+            protocol_max=PROTOCOL,
+            version="0",
+            incarnation=self._incarnation,
+            host="test",
+            device="oracle",
+            world_size=1,
+            model_fingerprint=geometry.fingerprint,
+            dtype="none",
+            kv_dtype="none",
+            block_size=geometry.block_size,
+            num_device_blocks=geometry.num_blocks,
+            bytes_per_block=1,
+            max_rows=geometry.max_rows,
+            max_tokens=geometry.max_tokens,
+            num_lanes=geometry.num_lanes,
+            max_model_len=geometry.max_model_len,
+            vocab_size=geometry.vocab_size,
+        )
+        if self.link.send(self.channel.pack(hello=hello)) is SendOutcome.SENT:
+            self._said_hello = True
+            self._last_heard = now
+
+    def _heartbeat(self, now: float) -> None:
+        self._next_heartbeat = now + self._heartbeat_s
+        running = self._done is not None
+        state = pb.EXECUTOR_STATE_RUNNING if running else pb.EXECUTOR_STATE_IDLE
+        since_ms = max(0, round((now - self._busy_since) * 1000)) if running else 0
+        last = self._results[-1][0] if self._results else 0
+        self._queue(heartbeat=pb.Heartbeat(state=state, last_step_id=last, since_ms=min(since_ms, 2**31)))
+
+    # One step
+
+    def step(self, envelope: pb.ExecutorEnvelope) -> pb.StepResult:
+        """Run one plan: operations in their order, then the batch."""
+        plan = envelope.plan
+        for lane in unpack(plan.release_lanes):
+            self._release(lane, plan.step_id)
+        for admit in plan.admit:
+            self._admit(admit, envelope)
+        lanes, blocks = unpack(plan.append_lanes), unpack(plan.append_block_ids)
+        for lane, block in zip(lanes, blocks, strict=True):
+            self.on_map(lane, [block], envelope)
+            self.lanes[lane].blocks.append(block)
+            self.lanes[lane].touched_step = plan.step_id
+        reply = self._batch(plan)
+        return self._encode(plan.step_id, reply)
+
+    def _release(self, lane: int, step_id: int) -> None:
+        gone = self.lanes.pop(lane, None)
+        if gone is None:
+            self.violations.append(f"step {step_id} releases lane {lane}, which is free")
+        else:
+            self.on_release(gone, step_id)
+
+    def _admit(self, admit: pb.Admit, envelope: pb.ExecutorEnvelope) -> None:
+        if admit.lane in self.lanes:
+            self.violations.append(f"step {envelope.plan.step_id} admits lane {admit.lane}, which is in use")
+        if admit.generation <= self.generations.get(admit.lane, -1):
+            self.violations.append(f"lane {admit.lane} gets generation {admit.generation} again")
+        self.generations[admit.lane] = admit.generation
+        sampling = admit.sampling
+        lane = Lane(
+            lane=admit.lane,
+            generation=admit.generation,
+            tokens=unpack(admit.token_ids),
+            num_prompt=admit.num_prompt_tokens,
+            blocks=unpack(admit.block_ids),
+            position=admit.num_cached_tokens,
+            seed=sampling.seed,
+            choice=admit.choice_index,
+            stop_ids=frozenset(unpack(sampling.stop_token_ids)),
+            min_tokens=sampling.min_tokens,
+            touched_step=envelope.plan.step_id,
+        )
+        self.lanes[admit.lane] = lane
+        self.on_admit(lane, envelope)
+        self.on_map(admit.lane, lane.blocks, envelope)
+
+    def _batch(self, plan: pb.StepPlan) -> Reply:
+        if plan.repeat_decode:
+            rows, counts = self.last_batch, [1] * len(self.last_batch)
+        else:
+            rows = unpack(plan.row_lanes)
+            counts = unpack(plan.row_num_tokens) if plan.row_num_tokens else [1] * len(rows)
+        self.last_batch = rows
+        if sum(counts) > self.geometry.max_tokens or len(rows) > self.geometry.max_rows:
+            self.violations.append(f"step {plan.step_id} exceeds the limits of the hello")
+        reply = Reply()
+        for row, (lane_id, count) in enumerate(zip(rows, counts, strict=True)):
+            lane = self.lanes.get(lane_id)
+            slots = 0 if lane is None else len(lane.blocks) * self.geometry.block_size
+            if lane is None or not 1 <= count <= len(lane.tokens) - lane.position or lane.position + count > slots:
+                if lane is None or not lane.is_broken:
+                    self.violations.append(f"step {plan.step_id}: row {row} does not fit lane {lane_id}")
+                reply.errors[row] = pb.ROW_ERROR_CODE_BAD_ROW
+                reply.runs.append([])
+                continue
+            lane.touched_step = plan.step_id
+            reply.runs.append(self._row(lane, row, count, reply))
+        return reply
+
+    def _row(self, lane: Lane, row: int, count: int, reply: Reply) -> list[int]:
+        self.write(lane, lane.position, count)
+        lane.position += count
+        if lane.position < len(lane.tokens):
+            return []
+        found = self.next_ids(lane)
+        if isinstance(found, pb.RowError):
+            reply.errors[row] = found.code
+            lane.is_broken = True
+            return []
+        for token_id in found[:-1]:  # a run of several: all but the last are computed with it
+            lane.tokens.append(token_id)
+            self.write(lane, lane.position, 1)
+            lane.position += 1
+        lane.tokens += found[-1:]
+        return found
+
+    def _encode(self, step_id: int, reply: Reply) -> pb.StepResult:
+        if reply.failed:
+            return pb.StepResult(step_id=step_id, status=pb.STEP_STATUS_FAILED)
+        runs = [run or [-1] for run in reply.runs]
+        counts = [len(run) for run in runs]
+        return pb.StepResult(
+            step_id=step_id,
+            status=pb.STEP_STATUS_ROW_ERRORS if reply.errors else pb.STEP_STATUS_OK,
+            token_ids=pack([token_id for run in runs for token_id in run]),
+            num_tokens=pack(counts) if any(count != 1 for count in counts) else b"",
+            row_errors=[pb.RowError(row=row, code=code) for row, code in reply.errors.items()],
+            execute_us=round(self.step_s * 1e6),
+        )
+
+    # For subclasses
+
+    def next_ids(self, lane: Lane) -> list[int] | pb.RowError:
+        """What a row gives that has reached the end of its lane's tokens; at least one id, or an error."""
+        raise NotImplementedError
+
+    def write(self, lane: Lane, start: int, count: int) -> None:
+        """Positions [start, start + count) of the lane are computed."""
+
+    def on_session(self) -> None:
+        """All lanes are gone."""
+
+    def on_admit(self, lane: Lane, envelope: pb.ExecutorEnvelope) -> None:
+        """A lane was taken."""
+
+    def on_map(self, lane: int, blocks: list[int], envelope: pb.ExecutorEnvelope) -> None:
+        """Blocks come into a lane's table."""
+
+    def on_release(self, lane: Lane, step_id: int) -> None:
+        """A lane was given back."""
+
+    def on_result_sent(self, result: pb.StepResult, seq: int) -> None:
+        """A result leaves under this number."""
+
+    def results_to_send(self, result: pb.StepResult) -> list[pb.StepResult]:
+        """What to send for a result: itself."""
+        return [result]
