@@ -99,6 +99,7 @@ class IpcClaim:
 
     def __init__(self, path: Path) -> None:
         _make_private(path.parent)
+        self._path = path
         self._lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             try:
@@ -111,7 +112,12 @@ class IpcClaim:
             raise
 
     def release(self) -> None:
-        """Let others bind. The lock file stays: unlinking it would let two processes lock two files of one name."""
+        """Remove the socket file and let others bind; call it when the socket is closed.
+
+        The lock file stays: unlinking it would let two processes lock two files of one name.
+        """
+        if self._path.is_socket():
+            self._path.unlink()
         os.close(self._lock)
 
 

@@ -86,7 +86,8 @@ def _set_common(sock: zmq.Socket[bytes], bound: int) -> None:
 class ZmqHub:
     """A bound `HubLink`. Frames that are not one part from a peer of `role` are dropped and counted.
 
-    `endpoint` is the address that was bound (with the port that "0" became). Raises EndpointError.
+    `endpoint` is the address that was bound (with the port that "0" became). Raises EndpointError. A peer whose frames
+    are not read with `recv` stays FULL instead of becoming GONE when it dies: its end comes behind them.
     """
 
     def __init__(self, endpoint: str, *, role: str, bound: int, insecure: bool = False) -> None:

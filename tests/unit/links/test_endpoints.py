@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from pagemill import endpoints
+from pagemill.endpoints import EndpointError, IpcClaim
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ipc://relative", "absolute"),
+        ("ipc://@abstract", "absolute"),
+        ("ipc://*", "absolute"),
+        ("ipc:///" + "x" * 107, "107"),
+        ("tcp://127.0.0.1:5560", "--insecure"),
+        ("udp://127.0.0.1:5560", "expected ipc"),
+        ("nonsense", "expected ipc"),
+    ],
+)
+def test_endpoints_that_are_refused(text: str, message: str) -> None:
+    with pytest.raises(EndpointError, match=message):
+        endpoints.parse(text)
+
+
+@pytest.mark.parametrize("host", ["*", "0.0.0.0", "[::]", "::"])
+def test_every_interface_is_never_bound(host: str) -> None:
+    with pytest.raises(EndpointError, match="one address"):
+        endpoints.parse(f"tcp://{host}:5560", insecure=True)
+
+
+@pytest.mark.parametrize("text", ["tcp://127.0.0.1", "tcp://:5560", "tcp://127.0.0.1:99999", "tcp://127.0.0.1:x"])
+def test_tcp_needs_host_and_port(text: str) -> None:
+    with pytest.raises(EndpointError, match="HOST:PORT"):
+        endpoints.parse(text, insecure=True)
+
+
+def test_names_are_resolved_for_binding() -> None:
+    address = endpoints.bind_address(endpoints.parse("tcp://localhost:0", insecure=True))
+    assert address in ("tcp://127.0.0.1:*", "tcp://[::1]:*")
+    with pytest.raises(EndpointError, match="unknown host"):
+        endpoints.bind_address(endpoints.parse("tcp://no-such-host.invalid:1", insecure=True))
+
+
+def test_longest_path_is_allowed() -> None:
+    assert endpoints.parse("ipc:///" + "x" * 106).path is not None
+
+
+def test_default_follows_the_runtime_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
+    assert endpoints.default_endpoint("a.sock") == "ipc:///run/user/7/pagemill/a.sock"
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert endpoints.default_endpoint("a.sock") == f"ipc:///tmp/pagemill-{os.getuid()}/a.sock"
+
+
+def test_directory_is_made_private(socket_dir: Path) -> None:
+    claim = IpcClaim(socket_dir / "new" / "a.sock")
+    assert (socket_dir / "new").stat().st_mode & 0o777 == 0o700
+    claim.release()
+
+
+def test_directory_others_may_write_to_is_refused(socket_dir: Path) -> None:
+    socket_dir.chmod(0o777)
+    with pytest.raises(EndpointError, match="private"):
+        IpcClaim(socket_dir / "a.sock")
+
+
+def test_claim_is_exclusive_until_released(socket_dir: Path) -> None:
+    claim = IpcClaim(socket_dir / "a.sock")
+    with pytest.raises(EndpointError, match="already listening"):
+        IpcClaim(socket_dir / "a.sock")
+    claim.release()
+    IpcClaim(socket_dir / "a.sock").release()
+
+
+def test_stale_socket_is_removed_and_a_living_one_is_not(socket_dir: Path) -> None:
+    path = socket_dir / "a.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.fspath(path))
+        listener.listen()
+        with pytest.raises(EndpointError, match="already listening"):
+            IpcClaim(path)
+        assert path.exists()
+    IpcClaim(path).release()
+    assert not path.exists()
+
+
+def test_other_files_are_never_removed(socket_dir: Path) -> None:
+    path = socket_dir / "a.sock"
+    path.write_text("mine")
+    with pytest.raises(EndpointError, match="not a socket"):
+        IpcClaim(path)
+    assert path.read_text() == "mine"
