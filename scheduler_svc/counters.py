@@ -45,6 +45,15 @@ class Histogram:
         self.sum += value
 
 
+# A label value that has not occurred yet is published as 0, so that rates and alerts exist before the first case.
+_STALE = ("malformed", "protocol", "stale_epoch", "duplicate", "no_session", "duplicate_result", "result_gap")
+_OUTCOMES = ("stop", "length", "cancelled", "queue_timeout", "deadline", "numerical", "internal", "queue_full")
+
+
+def _zeros(kinds: tuple[str, ...]) -> Counter[str]:
+    return Counter(dict.fromkeys(kinds, 0))
+
+
 def _seconds() -> Histogram:
     return Histogram(_SECONDS)
 
@@ -72,9 +81,9 @@ class EngineCounters:
     executor_stalls: int = 0
     """Plans that the executor's link did not take at once."""
     executor_sessions: int = 0
-    stale: Counter[str] = field(default_factory=Counter)
+    stale: Counter[str] = field(default_factory=lambda: _zeros(_STALE))
     """Messages dropped, by kind."""
-    outcomes: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=lambda: _zeros(_OUTCOMES))
     """Streams that ended or were refused, by outcome."""
     gateways_dropped: Counter[str] = field(default_factory=Counter)
     """Gateways given up, by reason."""

@@ -578,12 +578,9 @@ def test_mutated_frames_from_strangers_and_peers_hurt_nobody_else(data: st.DataO
     for _ in range(data.draw(st.integers(1, 8))):
         side = data.draw(st.sampled_from(["executor", "gateway", "peer"]))
         bodies = ENVELOPES["executor" if side == "executor" else "gateway"]
-        channel = (
-            bad.channel
-            if side == "peer"
-            else Channel(ex.ExecutorEnvelope if side == "executor" else fe.FrontendEnvelope)
-        )
+        channel: Any = bad.channel
         if side != "peer":
+            channel = Channel(ex.ExecutorEnvelope) if side == "executor" else Channel(fe.FrontendEnvelope)
             channel.epoch = data.draw(st.sampled_from([0, 1, bad.channel.epoch, 2**64 - 1]))
         frame = bytearray(channel.pack(**data.draw(st.sampled_from(bodies))))
         for _ in range(data.draw(st.integers(0, 4))):
