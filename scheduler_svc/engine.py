@@ -190,7 +190,11 @@ class Engine:
         )
         self._core_faults = 0
         log.error("core replaced", extra=kv(fault=fault_id, steps=old.next_step_id - 1))
-        self.executors.restart(now, f"fault {fault_id}")
+        try:
+            self.executors.restart(now, f"fault {fault_id}")
+        except Exception:  # an executor this build cannot talk to: without it, the next one may do
+            log.exception("session cannot be restarted", extra=kv(fault=fault_id))
+            self.executors.detach(now, f"fault {fault_id}")
 
     def _check_books(self, now: float, sent: bool) -> None:
         """Check conservation once per pause and every `CHECK_EVERY_PLANS` plans; a mismatch heals, it never kills."""
