@@ -174,7 +174,7 @@ def check_chat(that: Callable[[bool, str, str], None], chat: pb.ChatPrompt, limi
     that(0 < count <= LIMITS.max_messages, "chat.messages", f"1 to {LIMITS.max_messages} messages (got {count})")
     if count > LIMITS.max_messages:
         return
-    total = sum(len(m.content) + len(m.name) for m in chat.messages)
+    total = sum(len(m.content.encode()) + len(m.name) for m in chat.messages)
     that(total <= limits.max_prompt_bytes, "chat.messages", f"together at most {limits.max_prompt_bytes} bytes")
     for i, message in enumerate(chat.messages):
         that(message.role in ROLES, f"chat.messages[{i}].role", f"one of {', '.join(sorted(ROLES))}")

@@ -268,7 +268,7 @@ async def test_an_unforeseen_exception_is_an_id_and_nothing_else(caplog: pytest.
 
 
 async def test_a_client_that_does_not_read_is_cut_with_slow_consumer_and_others_are_not() -> None:
-    async with running_gateway(slow_client_timeout_s=0.5, max_model_len=100) as rig:
+    async with running_gateway(slow_client_timeout_s=2) as rig:
         rig.gateway.inference._accepted = _padded(rig, "y" * 7_000_000)  # type: ignore[method-assign]
         rig.scheduler.script = endless
         async with connect(rig.gateway.port, ("grpc.max_receive_message_length", -1)) as channel:
@@ -410,10 +410,22 @@ async def test_b91_streams_that_outlast_the_drain_get_a_terminal_status() -> Non
 
 async def _survives(rig: Rig, trouble: Any) -> None:
     """30 streams lose no token and get none twice, whatever `trouble` does in the middle."""
-    rig.scheduler.script = endless
+
+    async def half(stream: FakeStream) -> None:
+        """Stops in the middle; only a later session brings the rest."""
+        stream.accept()
+        if stream.sent:
+            await endless(stream)
+            return
+        for i in range(50):
+            stream.tokens([97 + i % 26])
+            await asyncio.sleep(0.002)
+
+    rig.scheduler.script = half
     tasks = [asyncio.create_task(rig.generate(request(100))) for _ in range(30)]
-    await until(lambda: len(rig.scheduler.submits) == 30)
-    await asyncio.sleep(0.05)
+    live = rig.scheduler.live
+    await until(lambda: len(live) == 30 and all(stream.sent == 50 for stream in live.values()))
+    await until(lambda: all(len(s.output.token_ids) == 50 for s in rig.gateway.scheduler._streams.values()))
     trouble()
     answers = await asyncio.gather(*tasks)
     assert rig.scheduler.hellos >= 2

@@ -189,6 +189,7 @@ def test_a_floor_above_the_ceiling_is_refused() -> None:
         ([], "chat.messages"),
         ([("user", "x", "")] * 1025, "chat.messages"),
         ([("user", "x" * (8 * L + 1), "")], "chat.messages"),
+        ([("user", "é" * (4 * L + 1), "")], "chat.messages"),
         ([("im_start", "x", "")], "chat.messages[0].role"),
         ([("user", "x", ""), ("", "x", "")], "chat.messages[1].role"),
         ([("user", "x", "n" * 65)], "chat.messages[0].name"),
