@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from pagemill.errors import STATUS_OF, Reason
 
@@ -51,4 +54,26 @@ def test_package_readme_names_every_module(readme: str, folder: str) -> None:
     text = (path if path.suffix else path.parent / "README.md").read_text()
     modules = {p.stem for p in (ROOT / folder).glob("*.py")} - {"__init__"}
     missing = {name for name in modules if not re.search(rf"(?<![\w]){re.escape(name)}(?!\w)", text)}
+    assert not missing
+
+
+@pytest.mark.parametrize("role", ["scheduler", "gateway", "executor"])
+def test_image_lock_covers_what_the_role_depends_on(role: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [Requirement(r) for r in project["dependencies"] + project["optional-dependencies"].get(role, [])]
+    lock = (ROOT / "deploy" / "lock" / f"{role}.txt").read_text() + (ROOT / "constraints-cpu.txt").read_text()
+    locked = {canonicalize_name(n): v for n, v in re.findall(r"^([\w.-]+)==([\w.+]+)", lock, flags=re.MULTILINE)}
+    stale = [str(r) for r in wanted if not r.specifier.contains(locked.get(canonicalize_name(r.name), "0"))]
+    assert not stale, "run `make lock`"
+
+
+def test_metrics_table_names_what_the_processes_publish() -> None:
+    """Every name of the table is in the source, so that a dashboard built from it finds its series."""
+    page = (ROOT / "docs" / "operations.md").read_text()
+    table = page[page.index("## Metrics") : page.index("Start with these")]
+    names = {name for row in table.splitlines()[4:] for name in re.findall(r"`([a-z_0-9]+)(?:\{[a-z,]*\})?`", row)}
+    sources = ("scheduler_svc/metrics.py", "scheduler_svc/gateway/metrics.py", "executor_svc/metrics.py")
+    source = "".join((ROOT / path).read_text() for path in sources)
+    missing = {name for name in names if f"{name.removesuffix('_total')}" not in source}
+    assert len(names) > 25
     assert not missing
