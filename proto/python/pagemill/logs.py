@@ -6,6 +6,7 @@ Prompts and outputs are never logged; nothing per token above debug.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import sys
@@ -46,10 +47,8 @@ class _DroppingHandler(QueueHandler):
     """Never blocks the caller: a full queue (a full disk, a stuck terminal) drops the line."""
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        try:
+        with contextlib.suppress(queue.Full):
             self.queue.put_nowait(record)
-        except queue.Full:
-            pass
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
         return record

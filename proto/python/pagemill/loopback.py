@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -19,16 +20,12 @@ class _Wakeup:
         os.set_blocking(self._write_fd, False)
 
     def set(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):  # full pipe: it is readable already
             os.write(self._write_fd, b"x")
-        except BlockingIOError:  # full pipe: it is readable already
-            pass
 
     def clear(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.read(self.read_fd, 65536)
-        except BlockingIOError:
-            pass
 
     def close(self) -> None:
         os.close(self.read_fd)
