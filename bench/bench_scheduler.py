@@ -88,9 +88,8 @@ class Bench:
         front = fe.FrontendHello(protocol_min=1, protocol_max=1, model_fingerprint="x")
         self.gateways.inbox.append((GATEWAY, self.gateway_channel.pack(hello=front)))
         self.engine.step()
-        for hub, channel in ((self.executors, self.executor_channel), (self.gateways, self.gateway_channel)):
-            envelope = channel.unpack(hub.outbox.popleft())  # type: ignore[attr-defined]
-            channel.open(envelope.epoch)  # type: ignore[attr-defined]
+        self.executor_channel.open(ex.ExecutorEnvelope.FromString(self.executors.outbox.popleft()).epoch)
+        self.gateway_channel.open(fe.FrontendEnvelope.FromString(self.gateways.outbox.popleft()).epoch)
 
     def submit(self, count: int, max_tokens: int, prompt: int) -> None:
         for _ in range(count):

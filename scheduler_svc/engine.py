@@ -24,8 +24,9 @@ from scheduler_svc.config import EngineConfig
 from scheduler_svc.core.params import SchedulerConfig
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.counters import EngineCounters
-from scheduler_svc.executor_session import ExecutorPort
-from scheduler_svc.gateway_sessions import EarlyRefusal, GatewayPort
+from scheduler_svc.executor_port import ExecutorPort
+from scheduler_svc.gateway_port import GatewayPort
+from scheduler_svc.gateway_session import EarlyRefusal
 from scheduler_svc.sessions import Clock, EpochSource
 
 log = logging.getLogger(__name__)
