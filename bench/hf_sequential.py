@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
+
+from executor_svc.weights.source import open_source
+from pagemill.model_files import read_model_info
 
 
 def main() -> None:
@@ -27,12 +30,7 @@ def main() -> None:
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(args.threads)
-    where = {"gguf_file": args.model.name} if args.model.is_file() else {}
-    folder = args.model.parent if args.model.is_file() else args.model
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, args.dtype), attn_implementation="sdpa", local_files_only=True, **where
-    )
-    model.eval()
+    model = load(args.model, getattr(torch, args.dtype)).eval()
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         requests = json.loads(line)["requests"]
@@ -42,6 +40,23 @@ def main() -> None:
         print(
             json.dumps({"seconds": seconds, "tokens": sum(map(len, outputs)), "first_ids": outputs[0][:8]}), flush=True
         )
+
+
+def load(path: Path, dtype: torch.dtype) -> Any:
+    """The model in transformers' own implementation. The weights of a GGUF file are read by Pagemill's reader:
+    transformers' own needs one more package.
+    """
+    if path.is_dir():
+        return AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+        )
+    info = read_model_info(path)
+    config = AutoConfig.for_model(**info.config)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")  # type: ignore[no-untyped-call]
+    source = open_source(info)
+    for name, parameter in model.named_parameters():  # tied ones are named once
+        source.read_into(name, parameter.data)
+    return model
 
 
 @torch.inference_mode()

@@ -122,7 +122,8 @@ async def _transformers(model: Path, dtype: str, every: int) -> AsyncIterator[Si
     assert process.stdin is not None
     assert process.stdout is not None
     stdin, stdout = process.stdin, process.stdout
-    await stdout.readline()
+    if not await stdout.readline():
+        raise RuntimeError(f"transformers did not load {model}; it said why above")
 
     async def turn(requests: Sequence[Request]) -> Turn:
         chosen = requests[::every]

@@ -11,7 +11,7 @@ import grpc.aio
 from pagemill.v1 import inference_pb2 as pb
 from pagemill_client import operations
 from pagemill_client.channel import DEFAULT_TARGET, TlsCredentials, channel_options, choose_credentials
-from pagemill_client.errors import UnavailableError, from_rpc
+from pagemill_client.errors import DeadlineExceededError, UnavailableError, from_rpc
 from pagemill_client.folding import StreamFolder
 from pagemill_client.operations import DEFAULT_TIMEOUT_S, DEFAULT_UNARY_TIMEOUT_S, Unary, checked_timeout
 from pagemill_client.options import GenerateOptions, Prompt, generate_request
@@ -166,17 +166,17 @@ class AsyncClient:
         return await self._send(operations.get_model(model), timeout_s)
 
     async def alive(self, *, timeout_s: float = 5.0) -> bool:
-        """Whether the gateway process answers, ready or not."""
+        """Whether the gateway process answers in time, ready or not."""
         return await self._probe("", timeout_s)
 
     async def ready(self, *, timeout_s: float = 5.0) -> bool:
-        """Whether the service can generate now; False also when nothing answers."""
+        """Whether the service can generate now; False also when nothing answers in time."""
         return await self._probe(operations.READINESS, timeout_s)
 
     async def _probe(self, service: str, timeout_s: float) -> bool:
         try:
             return await self._send(operations.check_health(service), timeout_s)
-        except UnavailableError:
+        except (UnavailableError, DeadlineExceededError):  # refused, or accepted by something that keeps silent
             return False
 
     async def _send(self, operation: Unary[T], timeout_s: float) -> T:

@@ -132,13 +132,17 @@ async def _ready_or_stopped(supervisor: Supervisor, stack: Stack, stop: asyncio.
     """True once ready, False if `stop` came first."""
     # gRPC is loaded only here: the children are starting meanwhile.
     from pagemill_client.aio import AsyncClient  # noqa: PLC0415
+    from pagemill_client.errors import PagemillError  # noqa: PLC0415
 
     async with AsyncClient(stack.target, insecure=True) as client:
 
         async def probe() -> str | None:
-            if await client.ready(timeout_s=PROBE_TIMEOUT_S):
-                return None
-            alive = await client.alive(timeout_s=PROBE_TIMEOUT_S)
+            try:
+                if await client.ready(timeout_s=PROBE_TIMEOUT_S):
+                    return None
+                alive = await client.alive(timeout_s=PROBE_TIMEOUT_S)
+            except PagemillError as error:  # another server has the port: our gateway is about to say so and end
+                return f"the gateway to answer at {stack.target} (something there answers {error.status})"
             return "an executor to become ready" if alive else f"the gateway to answer at {stack.target}"
 
         waits = [

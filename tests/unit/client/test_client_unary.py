@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import pytest
 
@@ -60,6 +61,17 @@ async def test_alive_and_ready_are_different(gateway: FakeGateway) -> None:
     async with AsyncClient(gateway.target) as client:
         assert await client.alive()
         assert not await client.ready()
+
+
+async def test_something_that_listens_and_keeps_silent_is_not_ready() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        target = f"127.0.0.1:{silent.getsockname()[1]}"
+        async with AsyncClient(target) as client:
+            assert not await client.ready(timeout_s=0.2)
+        with Client(target) as blocking:
+            assert not blocking.alive(timeout_s=0.2)
 
 
 async def test_a_server_that_is_not_there_is_unavailable() -> None:
