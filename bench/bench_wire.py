@@ -87,8 +87,8 @@ def codec_costs() -> dict[str, object]:
 
 def round_trip() -> dict[str, float]:
     """A steady plan there and a 256-row result back, through envelopes, over ipc; wall microseconds."""
-    folder = tempfile.mkdtemp(prefix="pm-")
-    hub = ZmqHub(f"ipc://{folder}/e.sock", role="executor", bound=EXECUTOR_BOUND)
+    folder = tempfile.TemporaryDirectory(prefix="pm-")
+    hub = ZmqHub(f"ipc://{folder.name}/e.sock", role="executor", bound=EXECUTOR_BOUND)
     identity = new_identity("executor", "bench")
     result = ex.StepResult(step_id=1, status=ex.STEP_STATUS_OK, token_ids=pack(list(range(ROWS))))
     stop = threading.Event()
@@ -121,6 +121,7 @@ def round_trip() -> dict[str, float]:
     stop.set()
     thread.join()
     hub.close()
+    folder.cleanup()
     cuts = statistics.quantiles(times, n=100)
     return {"p50_us": round(cuts[49], 1), "p99_us": round(cuts[98], 1)}
 
