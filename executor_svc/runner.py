@@ -99,8 +99,8 @@ def load(
     """Load a model and return its runner, without a KV pool yet.
 
     `dtype`: "bfloat16", "float32", or "auto" (bfloat16 where the CPU computes it natively). `num_threads`: None takes
-    the CPUs this process may use. Raises ValueErrors (ModelFileError, UnsupportedModelError, WeightError,
-    AttentionError) whose text is one line for the operator.
+    what torch starts with (OMP_NUM_THREADS, else the cores), at most the CPUs this process may use. Raises ValueErrors
+    (ModelFileError, UnsupportedModelError, WeightError, AttentionError) whose text is one line for the operator.
     """
     if dtype not in (*DTYPES, "auto"):
         raise ValueError(f"dtype must be one of auto, {', '.join(DTYPES)} (got {dtype!r})")
@@ -108,7 +108,7 @@ def load(
         raise AttentionError(f"attention backend must be one of auto, {', '.join(BACKENDS)} (got {attention!r})")
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1 (got {block_size})")
-    torch.set_num_threads(num_threads or usable_cpus())
+    torch.set_num_threads(num_threads or min(torch.get_num_threads(), usable_cpus()))
     keep_freed_memory()
     info = model if isinstance(model, ModelInfo) else read_model_info(model)
     chosen = DTYPES[("bfloat16" if packs_bfloat16() else "float32") if dtype == "auto" else dtype]

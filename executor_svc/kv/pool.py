@@ -4,7 +4,7 @@ Block-major, so that one block is one contiguous region and one copy::
 
     [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]
 
-Head-major inside a block: attention streams one KV head's positions contiguously (measured; see docs/adr).
+Head-major inside a block: attention reads one KV head's positions as one stream.
 """
 
 from __future__ import annotations

@@ -25,6 +25,8 @@ from executor_svc.models.rope import (
 )
 from executor_svc.weights.source import WeightSource, check_shape
 
+_MAX_LAYERS = 4096
+
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -66,6 +68,8 @@ def llama_spec(config: dict[str, Any]) -> LlamaSpec:
     if heads % kv_heads or head_dim % 2:
         raise UnsupportedModelError(f"{heads} heads of size {head_dim} do not share {kv_heads} KV heads")
     layers = _count(config, "num_hidden_layers")
+    if layers > _MAX_LAYERS:  # before anything is allocated per layer
+        raise UnsupportedModelError(f"{layers} layers, more than the {_MAX_LAYERS} allowed")
     bias = bool(config.get("attention_bias", False))
     shape = ModelShape(
         layers, heads, kv_heads, head_dim, _count(config, "vocab_size"), _count(config, "max_position_embeddings")

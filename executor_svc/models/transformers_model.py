@@ -142,7 +142,7 @@ def _probe_shape(model: Any, info: ModelInfo) -> ModelShape:
     probe = _Probe()
     mark = _step.set(probe)
     try:
-        model(
+        out = model(
             input_ids=torch.zeros(1, 1, dtype=torch.int64),
             position_ids=torch.zeros(1, 1, dtype=torch.int64),
             use_cache=False,
@@ -155,6 +155,10 @@ def _probe_shape(model: Any, info: ModelInfo) -> ModelShape:
         probe.problem = f"{len(probe.layers)} of its {num_layers} layers have attention of one shape"
     if probe.problem is not None:
         raise UnsupportedModelError(f"{info.architecture} cannot be paged: {probe.problem}")
+    if out.logits.shape[-1] != info.vocab_size:
+        raise UnsupportedModelError(
+            f"{info.architecture} gives {out.logits.shape[-1]} logits, its configuration has {info.vocab_size} ids"
+        )
     num_heads, num_kv_heads, head_dim = shapes.pop()
     return ModelShape(num_layers, num_heads, num_kv_heads, head_dim, info.vocab_size, info.max_model_len)
 

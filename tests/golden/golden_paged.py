@@ -31,7 +31,9 @@ def new_rows(runner: PagedRunner, prompts: list[list[int]], num_outputs: int, rn
 def forward(runner: PagedRunner, work: list[tuple[Row, int]]) -> torch.Tensor:
     """Run the next `n` tokens of each row; logits of those that reach the end of their ids."""
     block_size = runner.block_size
-    ids, positions, slots = [], [], []
+    ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
     for row, n in work:
         span = range(row.computed, row.computed + n)
         ids += row.ids[row.computed : row.computed + n]

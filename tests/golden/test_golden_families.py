@@ -37,7 +37,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
-OWN = {
+OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", GQA),
     "llama_mha_tied": ("Llama", {**BASE, "tie_word_embeddings": True}),
     "llama_mqa": ("Llama", {**BASE, "num_key_value_heads": 1}),
@@ -58,7 +58,7 @@ OWN = {
     "qwen3": ("Qwen3", {**GQA, "head_dim": 16}),
     "qwen3_tied_bias": ("Qwen3", {**GQA, "head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
 }
-FOREIGN = {
+FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoX", BASE),
     "phi": ("Phi", BASE),
     "olmo2": ("Olmo2", GQA),
@@ -76,7 +76,7 @@ def make_model(directory: Path, family: str, options: dict[str, Any]) -> Any:
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval().float()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += torch.randn_like(parameter) * 0.08
+            parameter.add_(torch.randn_like(parameter), alpha=0.08)
     model.save_pretrained(directory)
     (directory / "tokenizer.json").write_text("{}")
     return model
@@ -156,7 +156,7 @@ def test_unknown_rope_scaling_goes_to_transformers_or_is_named(tmp_path: Path) -
 
 
 def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
-    """With packed weights and fused sums where the CPU has bfloat16; the bound is a few roundings of the logits' size."""
+    """With packed weights and fused sums where the CPU has bfloat16; the bound is a few roundings of the logits."""
     model = make_model(tmp_path, "Qwen3", {**GQA, "head_dim": 16})
     runner = runners.load(tmp_path, dtype="bfloat16", block_size=4, num_threads=1)
     given = prompts(97)

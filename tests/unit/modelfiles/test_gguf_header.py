@@ -102,8 +102,7 @@ def test_any_mutation_is_read_or_refused(tmp_path: Path, position: int, change: 
     try:
         header = read_header(file)
         hf_config(header)
-    except GgufError as refused:
-        assert "\n" not in str(refused)
+    except GgufError:
         return
     for info in header.tensors.values():
         assert info.offset + info.nbytes <= len(data)

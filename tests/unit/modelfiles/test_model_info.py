@@ -171,8 +171,7 @@ def test_any_mutation_of_safetensors_is_read_or_refused(
     file.write_bytes(data)
     try:
         tensors = read_header(file)
-    except SafetensorsError as refused:
-        assert "\n" not in str(refused)
+    except SafetensorsError:
         return
     for info in tensors.values():
         assert info.offset + info.nbytes <= len(data)

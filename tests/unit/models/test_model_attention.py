@@ -55,7 +55,9 @@ def run_case(
     free = list(range(pool.num_blocks))
     rng.shuffle(free)
     tables = torch.zeros(len(rows), max(counts), dtype=torch.int32)
-    keys, values, queries, positions, slots = [], [], [], [], []
+    keys, values, queries = [], [], []
+    positions: list[int] = []
+    slots: list[int] = []
     for i, (new, context) in enumerate(rows):
         blocks = [free.pop() for _ in range(counts[i])]
         tables[i, : counts[i]] = torch.tensor(blocks, dtype=torch.int32)
@@ -83,7 +85,7 @@ def run_case(
     out = step.attend(1, torch.cat(queries), options)
     assert out.dtype == dtype
     assert out.shape == (len(slots), heads * dim)
-    parts = out.split([new for new, _ in rows])
+    parts = torch.split(out, [new for new, _ in rows])
     errors = [
         (part.double() - dense(q, k, v, options)).abs().max()
         for part, q, k, v in zip(parts, queries, keys, values, strict=True)

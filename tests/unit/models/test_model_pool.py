@@ -69,7 +69,7 @@ def test_long_runs_that_overlap(src: int, dst: int, length: int) -> None:
 @pytest.mark.parametrize(("src", "dst"), [([8], [0]), ([0], [-1]), ([0, 1], [2])])
 def test_bad_copies_are_refused(src: list[int], dst: list[int]) -> None:
     pool = numbered(8)
-    with pytest.raises(ValueError, match="outside the pool|destinations"):
+    with pytest.raises(ValueError, match=r"outside the pool|destinations"):
         pool.copy_blocks(src, dst)
     assert pool.data[:, 0, 0, 0, 0, 0].tolist() == list(range(8))
 
