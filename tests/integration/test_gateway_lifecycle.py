@@ -269,9 +269,11 @@ async def test_an_unforeseen_exception_is_an_id_and_nothing_else(caplog: pytest.
 
 async def test_a_client_that_does_not_read_is_cut_with_slow_consumer_and_others_are_not() -> None:
     async with running_gateway(slow_client_timeout_s=2) as rig:
-        rig.gateway.inference._accepted = _padded(rig, "y" * 7_000_000)  # type: ignore[method-assign]
+        rig.gateway.inference._accepted = _padded(rig, "y" * 8_000_000)  # type: ignore[method-assign]
         rig.scheduler.script = endless
-        async with connect(rig.gateway.port, ("grpc.max_receive_message_length", -1)) as channel:
+        # Without probing, a reader's transport takes some 3 MB on its own; with it, up to the size of a message.
+        options = [("grpc.max_receive_message_length", -1), ("grpc.http2.bdp_probe", 0)]
+        async with connect(rig.gateway.port, *options) as channel:
             stub = channel.unary_stream("/pagemill.v1.InferenceService/Generate")
             slow = [stub(request(90).SerializeToString(), timeout=DEADLINE_S) for _ in range(2)]
             await until(lambda: rig.gateway.metrics.requests.labels("slow_consumer")._value.get() > 0)
