@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from executor_svc.attention import sdpa
 from executor_svc.attention.base import AttentionOptions
 from executor_svc.attention.sdpa import SdpaBackend
 from executor_svc.batch import Batch
@@ -112,6 +113,13 @@ def test_window_and_scale(window: int, scale: float | None) -> None:
 def test_chunks_longer_than_one_piece() -> None:
     assert run_case([(300, 300), (129, 400), (128, 128)], block_size=16) < 2e-6
     assert run_case([(300, 340)], block_size=16, options=AttentionOptions(window=50)) < 2e-6
+
+
+def test_large_groups_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little may be gathered at once, down to less than one row."""
+    for limit in (0, 20_000, 200_000):
+        monkeypatch.setattr(sdpa, "_MAX_GATHER_BYTES", limit)
+        assert run_case([(1, 60 + i) for i in range(20)]) < 2e-6
 
 
 def test_bfloat16_errs_by_its_rounding_only() -> None:

@@ -73,8 +73,9 @@ def test_forced_choices_that_cannot_work_fail_at_load(tmp_path: Path) -> None:
         load(tiny(tmp_path), dtype="float8")
     with pytest.raises(ValueError, match="block_size"):
         load(tiny(tmp_path), block_size=0)
+    deep: dict[str, Any] = {"llama.block_count": (1 << 31) - 1}
     with pytest.raises(UnsupportedModelError, match="layers, more than"):
-        load(tiny(tmp_path, **{"llama.block_count": (1 << 31) - 1}), num_threads=1)
+        load(tiny(tmp_path, **deep), num_threads=1)
     odd = {**LLAMA_TENSORS, "blk.0.attn_q.weight": (6, 8), "blk.0.attn_output.weight": (8, 6)}
     with pytest.raises(UnsupportedModelError, match="heads of size 3"):
         load(tiny(tmp_path, odd, **{"llama.attention.key_length": 3, "llama.attention.value_length": 3}), num_threads=1)
