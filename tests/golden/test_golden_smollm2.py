@@ -103,17 +103,12 @@ def test_float32_greedy_ids_equal_transformers(cases: list[Case]) -> None:
         assert case.ours == case.expected, f"prompt of {len(case.prompt)} tokens"
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "all at once, chunked": {"max_chunk": 256, "budget": 512},
-    "random batches, small chunks": {"max_rows": 9, "max_chunk": 100},
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_neighbours_and_chunks_change_no_id(way: str, float32_runner: PagedRunner, cases: list[Case]) -> None:
-    rows = greedy(float32_runner, [case.prompt for case in cases], NUM_OUTPUTS, seed=len(way), **WAYS[way])
+def test_neighbours_and_chunks_change_no_id(float32_runner: PagedRunner, cases: list[Case]) -> None:
+    """Random batches of up to 12 rows; long prompts in chunks of random size, short ones whole, decode rows between."""
+    prompts = [case.prompt for case in cases]
+    rows = greedy(float32_runner, prompts, NUM_OUTPUTS, seed=4, max_rows=12, max_chunk=256, budget=512)
     for row, case in zip(rows, cases, strict=True):
-        assert row.ids == case.expected, f"{way}: prompt of {len(case.prompt)} tokens"
+        assert row.ids == case.expected, f"prompt of {len(case.prompt)} tokens"
 
 
 def test_bfloat16_differs_only_at_near_ties(demo_model: Path, cases: list[Case], record_property: Any) -> None:
