@@ -33,18 +33,22 @@ def describe() -> dict[str, Any]:
     }
 
 
-class OthersMeter:
-    """CPUs used by processes outside this process tree since the meter was made."""
+class CpuMeter:
+    """CPU time of this process tree, and of all others, since the meter was made."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()
         self._busy = _busy_s()
         self._own = _own_s()
 
-    def cpus(self) -> float:
+    def others_cpus(self) -> float:
         """Mean number of CPUs the others kept busy; above about 0.1 a timing is not to be trusted."""
-        others = (_busy_s() - self._busy) - (_own_s() - self._own)
+        others = (_busy_s() - self._busy) - self.own_s()
         return max(0.0, others / max(1e-9, time.monotonic() - self._start))
+
+    def own_s(self) -> float:
+        """CPU seconds of this process tree since the meter was made."""
+        return _own_s() - self._own
 
 
 def _busy_s() -> float:

@@ -50,12 +50,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file for the result")
     args = parser.parse_args()
     start_once(args.model)
-    meter = machine.OthersMeter()
+    meter = machine.CpuMeter()
     seconds = [start_once(args.model) for _ in range(args.starts)]
     result = {
         "median_s": statistics.median(seconds),
         "seconds": seconds,
-        "other_cpus": round(meter.cpus(), 3),
+        "other_cpus": round(meter.others_cpus(), 3),
         "model": args.model,
         "machine": machine.describe(),
     }

@@ -64,9 +64,9 @@ async def _alternate(
     turns: dict[str, list[Turn]] = {name: [] for name in sides}
     for number in range(num_turns):
         for name, side in sides.items():
-            others = machine.OthersMeter()
+            meter = machine.CpuMeter()
             turn = await side(repetitions[number % len(repetitions)])
-            turn["other_cpus"] = round(others.cpus(), 3)
+            turn["own_cpu_s"], turn["other_cpus"] = round(meter.own_s(), 2), round(meter.others_cpus(), 3)
             turns[name].append(turn)
             print(f"turn {number + 1}, {name}: {turn['tokens_per_s']:.1f} tokens/s", file=sys.stderr)
     return turns
