@@ -7,8 +7,10 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from types import FrameType
 
+from executor_svc.compute import ComputeThread
 from executor_svc.config import ExecutorSettings
 from executor_svc.memory import DoesNotFitError
 from executor_svc.metrics import ExecutorMetrics
@@ -58,13 +60,17 @@ def _serve(settings: ExecutorSettings, started: float) -> int:
         "loading",
         extra=kv(model=settings.model, endpoint=settings.scheduler_endpoint, metrics_port=settings.metrics_port),
     )
-    runner = _load(settings)
+    compute = ComputeThread()
+    compute.start()
+    runner = compute.call(partial(_load, settings))
     phases["load"] = time.monotonic() - started - sum(phases.values())
     log.info("warming up", extra=kv(load_s=phases["load"], weight_bytes=runner.weight_bytes))
-    ready = prepare(runner, settings)
+    ready = compute.call(partial(prepare, runner, settings))
     phases["warm_up"] = time.monotonic() - started - sum(phases.values())
     options = WorkerOptions(lease_s=settings.lease_ms / 1000, exit_after_reject=settings.exit_after_reject)
-    worker = Worker(link, ready.hello, ready.executor, ready.limits, metrics=metrics, options=options)
+    worker = Worker(
+        link, ready.hello, ready.executor, ready.limits, metrics=metrics, compute=compute, options=options
+    )
     _stop_on_signals(worker)
     metrics.started({**phases, "total": time.monotonic() - started}, ready.limits.num_blocks)
     hello = ready.hello

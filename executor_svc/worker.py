@@ -81,6 +81,7 @@ class Worker:
         limits: PlanLimits,
         *,
         metrics: ExecutorMetrics,
+        compute: ComputeThread | None = None,
         options: WorkerOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -94,7 +95,8 @@ class Worker:
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
-        self._compute = ComputeThread(executor, self._wake)
+        self._compute = compute or ComputeThread()
+        self._compute.attach(executor, self._wake)
         self._session: _Session | None = None
         self._outbox: deque[bytes] = deque()
         self._next_hello = 0.0
