@@ -25,7 +25,6 @@ import torch
 from executor_svc.codec import DecodedPlan, PlanError, StepOutcome
 from executor_svc.step import StepExecutor
 
-
 T = TypeVar("T")
 
 

@@ -68,9 +68,7 @@ def _serve(settings: ExecutorSettings, started: float) -> int:
     ready = compute.call(partial(prepare, runner, settings))
     phases["warm_up"] = time.monotonic() - started - sum(phases.values())
     options = WorkerOptions(lease_s=settings.lease_ms / 1000, exit_after_reject=settings.exit_after_reject)
-    worker = Worker(
-        link, ready.hello, ready.executor, ready.limits, metrics=metrics, compute=compute, options=options
-    )
+    worker = Worker(link, ready.hello, ready.executor, ready.limits, metrics=metrics, compute=compute, options=options)
     _stop_on_signals(worker)
     metrics.started({**phases, "total": time.monotonic() - started}, ready.limits.num_blocks)
     hello = ready.hello
