@@ -124,9 +124,13 @@ class Registry:
         return True
 
     def end_all(self, error: PagemillError) -> None:
-        """End what is left with `error`; what was generated until now still goes out first where the client reads."""
+        """End what is left with `error`; what was generated until now still goes out first where the client reads.
+
+        A call that answers already is not killed before its first message is on its way (`InferenceService`).
+        """
         for call in list(self._calls.values()):
-            if call.stream is not None and call.stream.admitted and call.writing_since is None:
+            answers = call.stream is not None and (call.stream.admitted or call.stream.is_over)
+            if call.stream is not None and answers and call.writing_since is None:
                 call.stream.fail(error)
             else:
                 call.kill(error)

@@ -201,8 +201,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     # ---- Writing ----
 
     async def _write_all(self, stream: LiveStream, call: Call, generation: validation.Generation, context: Any) -> None:
+        # Accepted follows its metadata whatever has happened to the stream by now: without a message between, metadata
+        # and status may travel as one, which gRPC takes for a refusal and retries, running accepted work twice.
+        accepted = pb.GenerateResponse(accepted=self._accepted(stream))
         await context.send_initial_metadata(())
-        await call.write(context, pb.GenerateResponse(accepted=self._accepted(stream)))
+        await call.write(context, accepted)
         clock = OutputClock(self._metrics, stream.replay.arrival)
         while True:
             stream.seen()

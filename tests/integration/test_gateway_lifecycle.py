@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,8 @@ from pagemill.engine.v1 import frontend_pb2 as wire
 from pagemill.errors import PUSHBACK_KEY, Reason
 from pagemill.links import SendOutcome
 from pagemill.v1 import inference_pb2 as pb
+from pagemill.v1 import inference_pb2_grpc
+from pagemill_client.channel import channel_options
 from scheduler_svc.gateway.server import READINESS_SERVICE, server_options
 from tests.integration.gateway_fixture import (
     DEADLINE_S,
@@ -214,6 +217,55 @@ async def test_refusals_of_the_scheduler_have_their_reason_and_retry_hint(
         trailing: Any = caught.value.trailing_metadata()
         assert dict(trailing)[PUSHBACK_KEY] == "250"
         await rig.probe()
+
+
+def _eager_channel(port: int) -> Any:
+    """Retries as the client library does, but soon and never throttled, which would hide what is looked for."""
+    options = dict(channel_options(f"127.0.0.1:{port}"))
+    config = json.loads(options["grpc.service_config"])
+    del config["retryThrottling"]
+    (method,) = config["methodConfig"]
+    policy = method["retryPolicy"]
+    policy["initialBackoff"] = policy["maxBackoff"] = "0.02s"  # at 1 ms, gRPC 1.8x loses every third retry
+    options["grpc.service_config"] = json.dumps(config)
+    return grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=list(options.items()))
+
+
+async def test_admitted_work_is_submitted_once_even_if_it_fails_at_once() -> None:
+    errors = [wire.STREAM_ERROR_NO_EXECUTOR, wire.STREAM_ERROR_QUEUE_TIMEOUT]
+    codes = [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED]
+    async with running_gateway() as rig, _eager_channel(rig.gateway.port) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+        for i in range(200):
+
+            async def break_at_once(stream: FakeStream, error: int = errors[i % 2]) -> None:
+                stream.accept()
+                stream.end(0, error)
+
+            rig.scheduler.script = break_at_once
+            call = stub.Generate(request(), timeout=DEADLINE_S)
+            assert (await call.read()).WhichOneof("event") == "accepted"
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            assert caught.value.code() is codes[i % 2]
+            assert len(rig.scheduler.submits) == i + 1
+        await rig.probe()
+
+
+async def test_a_refusal_before_admission_is_what_the_client_retries() -> None:
+    """The other side of the test above: its client does retry where it may."""
+    async with running_gateway() as rig, _eager_channel(rig.gateway.port) as channel:
+
+        async def refuse_once(stream: FakeStream) -> None:
+            if len(rig.scheduler.submits) == 1:
+                stream.reject(wire.STREAM_ERROR_NO_EXECUTOR)
+            else:
+                await emit([*b"abc"])(stream)
+
+        rig.scheduler.script = refuse_once
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+        assert (await collect(stub.Generate(request(3), timeout=DEADLINE_S))).text == "abc"
+        assert len(rig.scheduler.submits) == 2
 
 
 async def test_an_error_in_the_middle_comes_behind_what_was_generated() -> None:

@@ -215,7 +215,10 @@ async def test_a_negative_pushback_stops_retries(gateway: FakeGateway, run: Run)
 @both
 async def test_nothing_is_retried_after_admission(gateway: FakeGateway, run: Run) -> None:
     async def fail_late(request: pb.GenerateRequest, context: Any, attempt: int) -> None:
-        await context.send_initial_metadata(())  # admission, before any event
+        # As a gateway does: metadata at admission, and Accepted behind it whatever comes next. Metadata with nothing
+        # but a status behind it may arrive as a response without headers, which is retried.
+        await context.send_initial_metadata(())
+        await context.write(accepted(request))
         await refuse(context, grpc.StatusCode.UNAVAILABLE, "DRAINING")
 
     gateway.script = fail_late
