@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from executor_svc.batch import Batch
-from executor_svc.codec import PlanLimits, decode_plan
+from executor_svc.codec import PlanLimits, StepOutcome, decode_plan
 from executor_svc.lanes import LaneMirror
 from executor_svc.step import StepExecutor
 from pagemill.engine.v1 import executor_pb2 as pb
@@ -34,10 +36,11 @@ def column(*values: int) -> bytes:
 
 
 def ids_of(data: bytes) -> list[int]:
-    return np.frombuffer(data, "<i4").tolist()
+    ids: list[int] = np.frombuffer(data, "<i4").tolist()
+    return ids
 
 
-def digest_logits(context: Sequence[int], vocab: int = VOCAB) -> np.ndarray:
+def digest_logits(context: Sequence[int] | NDArray[np.int64], vocab: int = VOCAB) -> NDArray[np.float32]:
     """The logits of `DigestRunner` after these tokens; the arg-max is never a special id."""
     data = hashlib.sha256(np.asarray(context, "<i8").tobytes()).digest()
     logits = np.random.default_rng(int.from_bytes(data[:8], "little")).standard_normal(vocab).astype(np.float32)
@@ -96,7 +99,7 @@ class DigestRunner:
             logits[i] = self._logits(batch, row)
         return torch.from_numpy(logits)
 
-    def _logits(self, batch: Batch, row: int) -> np.ndarray:
+    def _logits(self, batch: Batch, row: int) -> NDArray[np.float32]:
         positions = np.arange(batch.context_lens[row])
         table = batch.block_tables[row].numpy()
         context = self.slots[table[positions // self.block_size] * self.block_size + positions % self.block_size]
@@ -155,18 +158,20 @@ class Bench:
         self.executor = StepExecutor(self.runner, self.mirror)
         self.step_id = 0
 
-    def plan(self, **fields: object) -> pb.StepPlan:
+    def plan(self, **fields: Any) -> pb.StepPlan:
         self.step_id += 1
         return pb.StepPlan(step_id=self.step_id, **fields)
 
-    def run(self, plan: pb.StepPlan | None = None, **fields: object):
+    def run(self, plan: pb.StepPlan | None = None, **fields: Any) -> StepOutcome:
         plan = self.plan(**fields) if plan is None else plan
         outcome = self.executor.execute(decode_plan(plan, self.limits), plan.step_id)
         assert not self.runner.violations
         return outcome
 
 
-def admit(lane: int, token_ids: Sequence[int], block_ids: Sequence[int], *, generation: int = 1, **fields: object):
+def admit(
+    lane: int, token_ids: Sequence[int], block_ids: Sequence[int], *, generation: int = 1, **fields: Any
+) -> pb.Admit:
     sampling = fields.pop("sampling", None) or Sampling(top_p=1.0)
     return pb.Admit(
         lane=lane,

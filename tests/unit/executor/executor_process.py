@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import sys
 
-from executor_fakes import Bench, DigestRunner
+import torch
 
 from executor_svc.__main__ import _die_with_parent
+from executor_svc.batch import Batch
 from executor_svc.metrics import ExecutorMetrics
 from executor_svc.service import _stop_on_signals
 from executor_svc.worker import Worker
 from pagemill.engine.v1 import executor_pb2 as pb
 from pagemill.zmq_links import ZmqPeer, new_identity
+from tests.unit.executor.executor_fakes import Bench, DigestRunner
 
 
 class StdinRunner(DigestRunner):
-    def forward(self, batch):
+    def forward(self, batch: Batch) -> torch.Tensor:
         sys.stdin.readline()
         return super().forward(batch)
 

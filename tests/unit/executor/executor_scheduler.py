@@ -6,8 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 
-from executor_fakes import Bench
-
 from executor_svc.metrics import ExecutorMetrics
 from executor_svc.worker import Exit, Worker, WorkerOptions
 from pagemill.engine.v1 import executor_pb2 as pb
@@ -15,6 +13,7 @@ from pagemill.framing import Channel
 from pagemill.links import HubLink, PeerId
 from pagemill.loopback import LoopbackHub
 from pagemill.zmq_links import wait
+from tests.unit.executor.executor_fakes import Bench
 
 DEADLINE_S = 20.0
 

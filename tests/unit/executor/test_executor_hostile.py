@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-from executor_fakes import VOCAB, Bench, admit, column, greedy_continuation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor_svc.codec import PlanError, decode_plan, encode_result
+from executor_svc.codec import DecodedPlan, PlanError, StepOutcome, decode_plan, encode_result
 from executor_svc.lanes import LaneState
 from pagemill.engine.v1 import executor_pb2 as pb
 from pagemill.engine.v1.sampling_pb2 import Sampling
+from tests.unit.executor.executor_fakes import VOCAB, Bench, admit, column, greedy_continuation
 
 ints = st.one_of(
     st.integers(0, 9), st.integers(0, 9), st.sampled_from([-1, 31, 32, 33, 64, 65, 100, 101, 2**31 - 1, -(2**31)])
@@ -69,7 +69,11 @@ scenes = st.tuples(
 )
 
 
-def good_plan(generation: int, scene) -> pb.StepPlan:
+Scene = tuple[dict[int, tuple[list[int], int, float]], list[int]]
+"""New sequences by lane, each with its tokens, the size of its first chunk and its temperature; lanes to decode."""
+
+
+def good_plan(generation: int, scene: Scene) -> pb.StepPlan:
     """New sequences on some lanes, with all of their prompt or a first chunk, and decode rows for some other lanes."""
     new, others = scene
     decoding = sorted(set(others) - set(new))
@@ -124,7 +128,8 @@ def assert_in_range(bench: Bench) -> None:
     assert not bench.runner.violations
 
 
-def run(bench: Bench, plan: pb.StepPlan):
+def run(bench: Bench, plan: pb.StepPlan) -> StepOutcome:
+    decoded: DecodedPlan | PlanError
     try:
         decoded = decode_plan(plan, bench.limits)
     except PlanError as error:
@@ -154,7 +159,7 @@ def assert_still_works(bench: Bench) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.one_of(plans, scenes), max_size=8))
-def test_arbitrary_plans(sequence):
+def test_arbitrary_plans(sequence: list[pb.StepPlan | Scene]) -> None:
     bench = Bench()
     bench.runner.slots[:] = 1  # so that lies about cached positions read something
     for i, item in enumerate(sequence):
@@ -168,7 +173,7 @@ def test_arbitrary_plans(sequence):
 @given(
     st.lists(st.tuples(scenes, st.lists(st.tuples(st.integers(0, 500), st.integers(0, 255)), max_size=3)), max_size=8)
 )
-def test_good_plans_with_flipped_bytes(sequence):
+def test_good_plans_with_flipped_bytes(sequence: list[tuple[Scene, list[tuple[int, int]]]]) -> None:
     bench = Bench()
     bench.runner.slots[:] = 1
     for i, (scene, cuts) in enumerate(sequence):
@@ -178,13 +183,13 @@ def test_good_plans_with_flipped_bytes(sequence):
     assert_still_works(bench)
 
 
-def test_the_good_plans_are_good():
+def test_the_good_plans_are_good() -> None:
     """The two tests above are worth something only if many of their plans run."""
     ran = []
 
     @settings(max_examples=40, deadline=None, database=None, derandomize=True)
     @given(st.lists(scenes, min_size=3, max_size=8))
-    def probe(sequence):
+    def probe(sequence: list[Scene]) -> None:
         bench = Bench()
         ran.append(sum(bool((run(bench, good_plan(i + 1, s)).token_ids >= 0).any()) for i, s in enumerate(sequence)))
 

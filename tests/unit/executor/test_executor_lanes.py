@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-from executor_fakes import VOCAB, admit, column
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from executor_svc.batch import build_batch
-from executor_svc.codec import PlanLimits, decode_plan
-from executor_svc.lanes import LaneMirror, LaneState
+from executor_svc.codec import Int32s, PlanLimits, decode_plan
+from executor_svc.lanes import Int64s, LaneMirror, LaneState
 from pagemill.engine.v1 import executor_pb2 as pb
+from tests.unit.executor.executor_fakes import VOCAB, admit, column
 
 LANES, BLOCK, BLOCKS, MAX_LEN = 4, 4, 12, 22
 MAX_BLOCKS = 6
+Plan = dict[str, Any]
+"""One draw of `plans`."""
 LIMITS = PlanLimits(LANES, BLOCKS, 4, 64, MAX_LEN, VOCAB)
 
 
@@ -33,7 +37,7 @@ class NaiveMirror:
     lanes: dict[int, NaiveLane] = field(default_factory=dict)
     generations: dict[int, int] = field(default_factory=dict)
 
-    def apply(self, plan):
+    def apply(self, plan: Plan) -> None:
         for lane in plan["release"]:
             self.lanes.pop(lane, None)
         for lane, position, count in plan["rewind"]:
@@ -64,8 +68,8 @@ class NaiveMirror:
                 self.lanes[lane] = NaiveLane(generation, [], 0, [], broken=True)
         self._append(plan["append"])
 
-    def _append(self, entries):
-        index = {}
+    def _append(self, entries: Sequence[tuple[int, int]]) -> None:
+        index: dict[int, int] = {}
         for lane, block in entries:  # one entry that does not fit breaks its lane before any of them is used
             it = self.lanes.get(lane)
             if it is not None:
@@ -77,12 +81,13 @@ class NaiveMirror:
             if it is not None and not it.broken:
                 it.blocks.append(block)
 
-    def left(self, lane):
+    def left(self, lane: int) -> int:
         it = self.lanes.get(lane)
         return len(it.tokens) - it.position if it else 1
 
-    def fits(self, rows):
-        seen, fits = set(), []
+    def fits(self, rows: Sequence[tuple[int, int]]) -> list[bool]:
+        seen: set[int] = set()
+        fits = []
         for lane, count in rows:
             it = self.lanes.get(lane)
             end = it.position + count if it else 0
@@ -139,8 +144,8 @@ plans = st.fixed_dictionaries(
 )
 
 
-def message(plan) -> pb.StepPlan:
-    def columns(name, *fields):
+def message(plan: Plan) -> pb.StepPlan:
+    def columns(name: str, *fields: str) -> dict[str, Any]:
         transposed = list(zip(*plan[name], strict=True)) or [()] * len(fields)
         return {f: column(*values) for f, values in zip(fields, transposed, strict=True)}
 
@@ -173,7 +178,7 @@ def assert_equal(mirror: LaneMirror, naive: NaiveMirror) -> None:
 
 @settings(max_examples=120, deadline=None)
 @given(st.lists(plans, min_size=1, max_size=8))
-def test_the_mirror_equals_a_naive_model(sequence):
+def test_the_mirror_equals_a_naive_model(sequence: list[Plan]) -> None:
     mirror = LaneMirror(num_lanes=LANES, block_size=BLOCK, num_blocks=BLOCKS, max_model_len=MAX_LEN)
     naive = NaiveMirror()
     for step, plan in enumerate(sequence):
@@ -196,9 +201,12 @@ def test_the_mirror_equals_a_naive_model(sequence):
     assert_equal(mirror, NaiveMirror())
 
 
-def check_batch(mirror, naive, rows, counts, sampled):
+def check_batch(mirror: LaneMirror, naive: NaiveMirror, rows: Int32s, counts: Int64s, sampled: int) -> None:
     batch = build_batch(mirror, rows, counts)
-    expected_ids, expected_positions, expected_slots, sample_rows = [], [], [], []
+    expected_ids: list[int] = []
+    expected_positions: list[int] = []
+    expected_slots: list[int] = []
+    sample_rows: list[int] = []
     for i, (lane, count) in enumerate(zip(rows.tolist(), counts.tolist(), strict=True)):
         it = naive.lanes[lane]
         for position in range(it.position, it.position + count):
@@ -222,7 +230,7 @@ def check_batch(mirror, naive, rows, counts, sampled):
     mirror.commit(rows, counts, sampled_lanes, np.full(sampled_lanes.size, sampled, np.int32))
 
 
-def test_a_new_session_starts_generations_again():
+def test_a_new_session_starts_generations_again() -> None:
     mirror = LaneMirror(num_lanes=LANES, block_size=BLOCK, num_blocks=BLOCKS, max_model_len=MAX_LEN)
     for _ in range(2):
         mirror.apply(decode_plan(pb.StepPlan(admit=[admit(0, [1, 2], [3], generation=1)]), LIMITS))
@@ -230,8 +238,8 @@ def test_a_new_session_starts_generations_again():
         mirror.clear()
 
 
-def test_the_digest_sees_lanes_positions_and_tables():
-    def mirror_of(*operations):
+def test_the_digest_sees_lanes_positions_and_tables() -> None:
+    def mirror_of(*operations: pb.StepPlan) -> LaneMirror:
         mirror = LaneMirror(num_lanes=LANES, block_size=BLOCK, num_blocks=BLOCKS, max_model_len=MAX_LEN)
         for plan in operations:
             mirror.apply(decode_plan(plan, LIMITS))
@@ -256,7 +264,7 @@ def test_the_digest_sees_lanes_positions_and_tables():
     assert broken.digest() is None
 
 
-def test_a_row_needs_known_tokens_blocks_and_context_for_all_its_positions():
+def test_a_row_needs_known_tokens_blocks_and_context_for_all_its_positions() -> None:
     mirror = LaneMirror(num_lanes=LANES, block_size=BLOCK, num_blocks=BLOCKS, max_model_len=MAX_LEN)
     full = list(range(MAX_LEN))
     plan = pb.StepPlan(

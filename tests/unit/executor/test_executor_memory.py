@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,13 +66,13 @@ def tree(root: Path, files: dict[str, str]) -> Path:
         ),
     ],
 )
-def test_the_tightest_limit_counts(tmp_path, files, expected):
+def test_the_tightest_limit_counts(tmp_path: Path, files: dict[str, str], expected: tuple[int, str, int]) -> None:
     limit = read_limit(tree(tmp_path, files))
     assert (limit.num_bytes, limit.source, limit.available_bytes) == expected
 
 
-def request(**changes: object) -> PoolRequest:
-    values = {
+def request(**changes: Any) -> PoolRequest:
+    values: dict[str, Any] = {
         "block_size": 16,
         "bytes_per_block": 1 << 20,
         "max_num_seqs": 64,
@@ -90,7 +91,7 @@ def blocks(request_: PoolRequest, limit: MemoryLimit = LIMIT, resident: int = GI
     return size_pool(request_, limit, resident_bytes=resident, activation_bytes=activations).num_blocks
 
 
-def test_the_pool_is_what_is_left():
+def test_the_pool_is_what_is_left() -> None:
     assert blocks(request()) == 512  # 4 GiB / 2 - 1 - 0.5
     pool = size_pool(request(), LIMIT, resident_bytes=GIB, activation_bytes=GIB // 2)
     for part in ("cgroup 4.00 GiB x 0.5", "resident 1.00 GiB", "activations 0.50 GiB", "512 blocks", "8192 tokens"):
@@ -98,12 +99,12 @@ def test_the_pool_is_what_is_left():
     assert "\n" not in pool.arithmetic
 
 
-def test_no_more_than_is_free_now_or_than_could_be_used():
+def test_no_more_than_is_free_now_or_than_could_be_used() -> None:
     assert blocks(request(), MemoryLimit(64 * GIB, "machine", 2 * GIB)) == 512
     assert blocks(request(max_num_seqs=2)) == 256
 
 
-def test_what_the_operator_asked_for_comes_first():
+def test_what_the_operator_asked_for_comes_first() -> None:
     assert blocks(request(num_device_blocks=49)) == 49
     assert blocks(request(kv_memory_bytes=300 << 20)) == 300
     assert blocks(request(kv_memory_bytes=1 << 50)) == 64 * 128
@@ -118,18 +119,18 @@ def test_what_the_operator_asked_for_comes_first():
         request(num_device_blocks=100, max_model_len_is_explicit=True),
     ],
 )
-def test_not_even_one_sequence_is_refused_in_one_line(request_):
+def test_not_even_one_sequence_is_refused_in_one_line(request_: PoolRequest) -> None:
     with pytest.raises(DoesNotFitError, match="not even one sequence") as caught:
         blocks(request_)
     assert "\n" not in str(caught.value)
 
 
-def test_a_model_that_leaves_nothing_is_refused():
+def test_a_model_that_leaves_nothing_is_refused() -> None:
     with pytest.raises(DoesNotFitError, match="pool 0 blocks"):
         blocks(request(), resident=3 * GIB)
 
 
-def test_the_peak_of_an_action_is_seen():
+def test_the_peak_of_an_action_is_seen() -> None:
     def action() -> None:
         data = bytearray(64 << 20)
         data[::4096] = b"x" * len(data[::4096])

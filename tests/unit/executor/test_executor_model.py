@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from executor_fakes import Bench, admit, column, ids_of
-from executor_scheduler import RunningWorker
 
 from executor_svc.batch import Batch, ModelRunner
 from executor_svc.config import ExecutorSettings
@@ -16,6 +14,8 @@ from executor_svc.runner import load
 from executor_svc.startup import Ready, prepare
 from pagemill.engine.v1 import executor_pb2 as pb
 from pagemill.engine.v1.sampling_pb2 import Sampling
+from tests.unit.executor.executor_fakes import Bench, admit, column, ids_of
+from tests.unit.executor.executor_scheduler import RunningWorker
 
 pytestmark = pytest.mark.model
 
@@ -24,12 +24,12 @@ LENGTHS = [1, 17, 40]
 
 
 @pytest.fixture(scope="module")
-def runner(demo_model) -> ModelRunner:
+def runner(demo_model: Path) -> ModelRunner:
     return load(demo_model, dtype="float32", block_size=BLOCK, num_threads=1)
 
 
 @pytest.fixture(scope="module")
-def ready(runner, demo_model) -> Iterator[Ready]:
+def ready(runner: ModelRunner, demo_model: Path) -> Ready:
     settings = ExecutorSettings(model=demo_model, max_num_seqs=8, max_num_batched_tokens=64, num_device_blocks=64)
     return prepare(runner, settings)
 
@@ -109,7 +109,7 @@ def serve(ready: Ready, all_prompts: list[list[int]], sampling: Sampling) -> lis
     return [tokens[len(prompt) :] for tokens, prompt in zip(lanes.tokens, all_prompts, strict=True)]
 
 
-def test_batches_of_chunks_and_decodes_equal_the_runner_alone(runner, ready):
+def test_batches_of_chunks_and_decodes_equal_the_runner_alone(runner: ModelRunner, ready: Ready) -> None:
     all_prompts = prompts(runner.vocab_size)
     expected = [greedy_alone(runner, prompt) for prompt in all_prompts]
     assert serve(ready, all_prompts, Sampling(top_p=1.0)) == expected
@@ -117,7 +117,7 @@ def test_batches_of_chunks_and_decodes_equal_the_runner_alone(runner, ready):
     assert serve(ready, all_prompts, tiny) == expected
 
 
-def test_seeded_streams_repeat_whatever_the_batches(runner, ready):
+def test_seeded_streams_repeat_whatever_the_batches(runner: ModelRunner, ready: Ready) -> None:
     all_prompts = prompts(runner.vocab_size)
     sampling = Sampling(temperature=1.0, top_p=0.95, seed=99)
     together = serve(ready, all_prompts, sampling)
@@ -125,7 +125,7 @@ def test_seeded_streams_repeat_whatever_the_batches(runner, ready):
     assert together != serve(ready, all_prompts, Sampling(temperature=1.0, top_p=0.95, seed=100))
 
 
-def test_the_hello_tells_the_truth(runner, ready):
+def test_the_hello_tells_the_truth(runner: ModelRunner, ready: Ready) -> None:
     hello = ready.hello
     assert (hello.num_device_blocks, hello.num_host_blocks, hello.block_size) == (64, 0, BLOCK)
     assert (hello.max_rows, hello.max_tokens, hello.num_lanes) == (8, 64, 32)

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from executor_fakes import admit, column, greedy_continuation, ids_of
-from executor_scheduler import DEADLINE_S, MiniScheduler
 
 from executor_svc.config import ExecutorSettings
 from pagemill.engine.v1 import executor_pb2 as pb
 from pagemill.settings import load
 from pagemill.zmq_links import ZmqHub
+from tests.unit.executor.executor_fakes import admit, column, greedy_continuation, ids_of
+from tests.unit.executor.executor_scheduler import DEADLINE_S, MiniScheduler
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -26,8 +26,13 @@ FIRST_PLAN = pb.StepPlan(step_id=1, admit=[admit(0, [1, 2, 3], [0])], row_lanes=
 
 
 @pytest.fixture
-def scheduler(socket_dir: Path) -> Iterator[MiniScheduler]:
-    hub = ZmqHub(f"ipc://{socket_dir}/x", role="executor", bound=64)
+def endpoint(socket_dir: Path) -> str:
+    return f"ipc://{socket_dir}/x"
+
+
+@pytest.fixture
+def scheduler(endpoint: str) -> Iterator[MiniScheduler]:
+    hub = ZmqHub(endpoint, role="executor", bound=64)
     yield MiniScheduler(hub)
     hub.close()
 
@@ -40,7 +45,7 @@ def spawn() -> Iterator[Spawn]:
         process = subprocess.Popen(
             [sys.executable, *argv],
             cwd=ROOT,
-            env={"PYTHONPATH": f"{ROOT}:{HERE}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+            env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -55,28 +60,33 @@ def spawn() -> Iterator[Spawn]:
         process.communicate(timeout=DEADLINE_S)
 
 
+def send_line(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
 def wait_running(scheduler: MiniScheduler) -> None:
     while scheduler.receive("heartbeat").heartbeat.state != pb.EXECUTOR_STATE_RUNNING:
         pass
 
 
-def test_sigterm_lets_the_running_step_finish(scheduler: MiniScheduler, spawn: Spawn) -> None:
-    process = spawn(str(HERE / "executor_process.py"), scheduler.hub.endpoint)
+def test_sigterm_lets_the_running_step_finish(scheduler: MiniScheduler, endpoint: str, spawn: Spawn) -> None:
+    process = spawn(str(HERE / "executor_process.py"), endpoint)
     scheduler.start(epoch=1)
     scheduler.send(plan=FIRST_PLAN)
     wait_running(scheduler)
     process.send_signal(signal.SIGTERM)
     scheduler.heartbeats.clear()
     wait_running(scheduler)  # it waits for the step, and still says so
-    process.stdin.write("\n")
-    process.stdin.flush()
+    send_line(process)
     assert ids_of(scheduler.receive("result").result.token_ids) == greedy_continuation([1, 2, 3], 1)
     assert scheduler.receive("goodbye").goodbye.reason == "stopped"
     assert process.wait(DEADLINE_S) == 0
 
 
-def test_a_second_sigterm_ends_it_at_once(scheduler: MiniScheduler, spawn: Spawn) -> None:
-    process = spawn(str(HERE / "executor_process.py"), scheduler.hub.endpoint)
+def test_a_second_sigterm_ends_it_at_once(scheduler: MiniScheduler, endpoint: str, spawn: Spawn) -> None:
+    process = spawn(str(HERE / "executor_process.py"), endpoint)
     scheduler.start(epoch=1)
     scheduler.send(plan=FIRST_PLAN)
     wait_running(scheduler)
@@ -88,8 +98,8 @@ def test_a_second_sigterm_ends_it_at_once(scheduler: MiniScheduler, spawn: Spawn
     assert process.wait(DEADLINE_S) == 130
 
 
-def test_it_ends_with_its_parent(scheduler: MiniScheduler, spawn: Spawn) -> None:
-    child = [sys.executable, str(HERE / "executor_process.py"), scheduler.hub.endpoint, "die-with-parent"]
+def test_it_ends_with_its_parent(scheduler: MiniScheduler, endpoint: str, spawn: Spawn) -> None:
+    child = [sys.executable, str(HERE / "executor_process.py"), endpoint, "die-with-parent"]
     parent = spawn("-c", f"import subprocess, sys; subprocess.Popen({child!r}).wait()")
     scheduler.start(epoch=1)
     scheduler.receive("heartbeat")
@@ -97,22 +107,20 @@ def test_it_ends_with_its_parent(scheduler: MiniScheduler, spawn: Spawn) -> None
     assert scheduler.receive("goodbye").goodbye.reason == "stopped"
 
 
-def test_a_new_scheduler_on_the_same_endpoint_is_found(socket_dir: Path, spawn: Spawn) -> None:
-    endpoint = f"ipc://{socket_dir}/x"
+def test_a_new_scheduler_on_the_same_endpoint_is_found(endpoint: str, spawn: Spawn) -> None:
     process = spawn(str(HERE / "executor_process.py"), endpoint)
     for epoch in (1, 2):
         hub = ZmqHub(endpoint, role="executor", bound=64)
         try:
             scheduler = MiniScheduler(hub)
             scheduler.start(epoch=epoch, lease_ms=500)
-            process.stdin.write("\n")
-            process.stdin.flush()
+            send_line(process)
             assert ids_of(scheduler.step(FIRST_PLAN).token_ids) == greedy_continuation([1, 2, 3], 1)
         finally:
             hub.close()
 
 
-def test_a_model_that_is_not_there_is_one_line_and_a_failure(spawn: Spawn, socket_dir: Path) -> None:
+def test_a_model_that_is_not_there_is_one_line_and_a_failure(spawn: Spawn) -> None:
     process = spawn("-m", "executor_svc", "--model", "/nowhere/model", "--metrics-port", "0")
     _, stderr = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 1
@@ -145,7 +153,9 @@ def test_a_taken_metrics_port_is_one_line_and_a_failure(spawn: Spawn) -> None:
         (["--model", "m", "--name", "a/b"], "--name"),
     ],
 )
-def test_wrong_options_name_the_flag(argv, named, capsys, monkeypatch):
+def test_wrong_options_name_the_flag(
+    argv: list[str], named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("PAGEMILL_MODEL", raising=False)
     with pytest.raises(SystemExit) as caught:
         load(ExecutorSettings, argv)
@@ -155,7 +165,7 @@ def test_wrong_options_name_the_flag(argv, named, capsys, monkeypatch):
     assert stderr.count("\n") == 1
 
 
-def test_defaults_are_valid():
+def test_defaults_are_valid() -> None:
     settings = load(ExecutorSettings, ["--model", "m"])
     assert settings.model == Path("m")
     assert settings.scheduler_endpoint.startswith("ipc://")

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from executor_svc.sampling import (
     MIN_TEMPERATURE,
+    Float32s,
     NumericalError,
     Sampler,
     SamplingParams,
@@ -20,14 +21,17 @@ from executor_svc.sampling import (
 P = SamplingParams
 
 
-def naive_probabilities(logits, temperature, top_k=0, top_p=1.0, min_p=0.0):
+def naive_probabilities(
+    logits: Float32s, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> dict[int, float]:
     """The distribution after temperature, top-k, top-p, min-p, in float64, written as the definition reads."""
     order = sorted(range(len(logits)), key=lambda i: (-float(logits[i]), i))
     if top_k:
         order = order[:top_k]
     weights = {i: math.exp((float(logits[i]) - float(logits[order[0]])) / temperature) for i in order}
     if top_p < 1.0:
-        total, kept, mass = math.fsum(weights.values()), [], 0.0
+        total, mass = math.fsum(weights.values()), 0.0
+        kept: list[int] = []
         for i in order:
             if mass >= top_p * total:
                 break
@@ -39,7 +43,7 @@ def naive_probabilities(logits, temperature, top_k=0, top_p=1.0, min_p=0.0):
     return {i: weights[i] / total for i in order}
 
 
-def logits_of(seed, vocab, scale=3.0):
+def logits_of(seed: int, vocab: int, scale: float = 3.0) -> Float32s:
     return (np.random.default_rng(seed).standard_normal(vocab) * scale).astype(np.float32)
 
 
@@ -55,7 +59,7 @@ def logits_of(seed, vocab, scale=3.0):
         P(1.3, top_k=12, top_p=0.9, min_p=0.05),
     ],
 )
-def test_draws_follow_the_distribution(params):
+def test_draws_follow_the_distribution(params: SamplingParams) -> None:
     logits = logits_of(1, 40, 1.5)
     expected = naive_probabilities(logits, params.temperature, params.top_k, params.top_p, params.min_p)
     sampler, draws = Sampler(40), 8000
@@ -73,7 +77,7 @@ def test_draws_follow_the_distribution(params):
 
 
 @pytest.mark.parametrize("vary", ["seed", "choice", "position"])
-def test_noise_is_uniform_and_independent_along_each_counter(vary):
+def test_noise_is_uniform_and_independent_along_each_counter(vary: str) -> None:
     counters = {"seed": 5, "choice": 0, "position": 9}
     ids = np.arange(50)
     rows = []
@@ -88,7 +92,7 @@ def test_noise_is_uniform_and_independent_along_each_counter(vary):
     assert abs(np.corrcoef(table[:, :-1].ravel(), table[:, 1:].ravel())[0, 1]) < 0.03
 
 
-def test_a_token_keeps_its_noise_in_any_company():
+def test_a_token_keeps_its_noise_in_any_company() -> None:
     key = stream_key(-3, 2, 77)
     everybody = uniforms(np.arange(300), key)
     few = np.array([0, 7, 7, 250])
@@ -108,7 +112,9 @@ def test_a_token_keeps_its_noise_in_any_company():
     top_p=st.sampled_from([1.0, 0.999, 0.9, 0.5, 1e-4, 1e-9]),
     min_p=st.sampled_from([0.0, 0.001, 0.2, 0.99]),
 )
-def test_filters_equal_the_definition(seed, vocab, scale, temperature, top_k, top_p, min_p):
+def test_filters_equal_the_definition(
+    seed: int, vocab: int, scale: float, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
     logits = logits_of(seed, vocab, scale)
     params = P(temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     kept = Sampler(vocab).filtered(logits, params)
@@ -118,7 +124,7 @@ def test_filters_equal_the_definition(seed, vocab, scale, temperature, top_k, to
     assert not extra or all(_is_borderline(i, logits, params) for i in extra)
 
 
-def _is_borderline(token, logits, params):
+def _is_borderline(token: int, logits: Float32s, params: SamplingParams) -> bool:
     """Whether float64 rounding alone decides about the token: its probability mass is at the bound to 1e-9."""
     loose = naive_probabilities(
         logits, params.temperature, params.top_k, min(1.0, params.top_p + 1e-9), params.min_p - 1e-9
@@ -129,7 +135,7 @@ def _is_borderline(token, logits, params):
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([2, 33, 5000]), st.floats(0.01, 100.0), st.integers(-(2**63), 2**63 - 1))
-def test_preselection_never_changes_the_winner(content, vocab, temperature, seed):
+def test_preselection_never_changes_the_winner(content: int, vocab: int, temperature: float, seed: int) -> None:
     logits = logits_of(content, vocab)
     top = float(logits.max())
     clocks = -np.log1p(-uniforms(np.arange(vocab), stream_key(seed, 0, 5)))
@@ -138,7 +144,7 @@ def test_preselection_never_changes_the_winner(content, vocab, temperature, seed
 
 
 @pytest.mark.parametrize(("seed", "token"), [(207, 9255), (55, 89506), (95, 9450)])
-def test_preselection_keeps_the_rarest_clocks(seed, token):
+def test_preselection_keeps_the_rarest_clocks(seed: int, token: int) -> None:
     """These ids have a v below 2**-22 at position 5, where 32 bits of it say little (found by search)."""
     winners = set()
     for gap in np.arange(6.0, 30.0, 0.5):
@@ -151,7 +157,7 @@ def test_preselection_keeps_the_rarest_clocks(seed, token):
     assert winners == {3, token}
 
 
-def test_ties_go_to_the_lower_id():
+def test_ties_go_to_the_lower_id() -> None:
     logits = np.zeros(50, np.float32)
     assert Sampler(50).filtered(logits, P(1.0, top_k=3)).tolist() == [0, 1, 2]
     assert Sampler(50).filtered(logits, P(1.0, top_p=0.1)).tolist() == [0, 1, 2, 3, 4]
@@ -160,21 +166,21 @@ def test_ties_go_to_the_lower_id():
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-30, 1e-4, MIN_TEMPERATURE * 0.99])
-def test_tiny_temperatures_are_greedy_even_at_ties(temperature):
+def test_tiny_temperatures_are_greedy_even_at_ties(temperature: float) -> None:
     for seed in range(20):
-        logits = np.round(logits_of(seed, 200))  # many exact ties
+        logits = np.rint(logits_of(seed, 200))  # many exact ties
         token = Sampler(200).choose(logits, P(temperature, top_p=0.9), seed=seed, choice=0, position=seed)
         assert token == int(logits.argmax())
 
 
 @pytest.mark.parametrize("params", [P(1.0, top_p=1e-9), P(1.0, top_p=1e-4), P(1.0, top_k=1), P(1.0, min_p=1.0)])
-def test_the_narrowest_filters_leave_the_arg_max(params):
+def test_the_narrowest_filters_leave_the_arg_max(params: SamplingParams) -> None:
     for seed in range(20):
         logits = logits_of(seed, 500)
         assert Sampler(500).choose(logits, params, seed=seed, choice=1, position=3) == int(logits.argmax())
 
 
-def test_huge_finite_logits_are_ordinary():
+def test_huge_finite_logits_are_ordinary() -> None:
     logits = np.full(64, -3e38, np.float32)
     logits[5] = 3e38
     for params in (P(1.0), P(0.5, top_p=0.9), P(1.0, min_p=0.1), P(100.0, top_k=4)):
@@ -182,7 +188,7 @@ def test_huge_finite_logits_are_ordinary():
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_values_that_are_not_finite_are_an_error(value):
+def test_values_that_are_not_finite_are_an_error(value: float) -> None:
     logits = logits_of(0, 64)
     logits[63] = value
     with pytest.raises(NumericalError):
@@ -193,7 +199,7 @@ def test_values_that_are_not_finite_are_an_error(value):
     assert best[[0, 2]].tolist() == rows[[0, 2]].argmax(axis=1).tolist()
 
 
-def test_held_back_ids_are_never_chosen():
+def test_held_back_ids_are_never_chosen() -> None:
     logits = logits_of(3, 30)
     held = np.argsort(-logits)[:29].astype(np.int64)
     for params in (P(0.0), P(1.0), P(1.0, top_p=0.5), P(1.0, top_k=3), P(1.0, min_p=0.3)):
@@ -202,14 +208,14 @@ def test_held_back_ids_are_never_chosen():
         Sampler(30).choose(logits, P(1.0), seed=0, choice=0, position=0, held_back=np.arange(30))
 
 
-def test_the_logits_are_left_alone():
+def test_the_logits_are_left_alone() -> None:
     logits = logits_of(3, 30)
     before = logits.copy()
     Sampler(30).choose(logits, P(0.7, top_p=0.5), seed=0, choice=0, position=0, held_back=np.arange(5))
     np.testing.assert_array_equal(logits, before)
 
 
-def test_known_draws_stay_the_same():
+def test_known_draws_stay_the_same() -> None:
     """Streams that were cut by an upgrade go on identically, so these numbers change only with a reason."""
     logits = logits_of(42, 1000)
     sampler = Sampler(1000)

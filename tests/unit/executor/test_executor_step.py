@@ -1,10 +1,15 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
-from executor_fakes import (
+
+from executor_svc.codec import PlanError, decode_plan, encode_result
+from pagemill.engine.v1 import executor_pb2 as pb
+from pagemill.engine.v1.sampling_pb2 import Sampling
+from tests.unit.executor.executor_fakes import (
     INF,
     NAN,
     POISON,
@@ -16,10 +21,6 @@ from executor_fakes import (
     digest_logits,
     greedy_continuation,
 )
-
-from executor_svc.codec import PlanError, decode_plan, encode_result
-from pagemill.engine.v1 import executor_pb2 as pb
-from pagemill.engine.v1.sampling_pb2 import Sampling
 
 NUMERICAL = pb.ROW_ERROR_CODE_NUMERICAL
 BAD_ROW = pb.ROW_ERROR_CODE_BAD_ROW
@@ -33,10 +34,11 @@ def decode(bench: Bench, lanes: list[int], count: int) -> list[list[int]]:
     steps = [bench.run(row_lanes=column(*lanes))]
     steps += [bench.run(repeat_decode=True) for _ in range(count - 1)]
     assert not any(step.failed or step.row_errors for step in steps)
-    return np.array([step.token_ids for step in steps]).T.tolist()
+    tokens: list[list[int]] = np.array([step.token_ids for step in steps]).T.tolist()
+    return tokens
 
 
-def test_prefill_in_chunks_then_decode_gives_the_continuation():
+def test_prefill_in_chunks_then_decode_gives_the_continuation() -> None:
     bench = Bench()
     first = bench.run(admit=[admit(3, PROMPT, [7, 2, 9, 4, 1])], row_lanes=column(3), row_num_tokens=column(4))
     assert first.token_ids.tolist() == [-1]
@@ -46,7 +48,7 @@ def test_prefill_in_chunks_then_decode_gives_the_continuation():
     assert second.num_mapped_blocks == 5
 
 
-def test_rows_of_all_kinds_share_a_step():
+def test_rows_of_all_kinds_share_a_step() -> None:
     bench = Bench()
     prompts = {0: [1, 2, 3], 1: [4, 5, 6, 7, 8, 9, 10], 2: [11]}
     blocks = {0: [0, 1, 2], 1: [3, 4, 5], 2: [6, 7, 8]}
@@ -63,14 +65,14 @@ def test_rows_of_all_kinds_share_a_step():
     ]
 
 
-def test_blocks_appended_in_the_same_plan_serve_its_rows():
+def test_blocks_appended_in_the_same_plan_serve_its_rows() -> None:
     bench = Bench()
     bench.run(admit=[admit(0, [1, 2, 3, 4], [9])], row_lanes=column(0), row_num_tokens=column(4))
     outcome = bench.run(append_lanes=column(0), append_block_ids=column(3), row_lanes=column(0))
     assert outcome.token_ids.tolist() == greedy_continuation([1, 2, 3, 4], 2)[1:]
 
 
-def test_copies_come_before_the_batch():
+def test_copies_come_before_the_batch() -> None:
     bench = Bench()
     bench.run(admit=[admit(0, PROMPT, [4, 5])], row_lanes=column(0), row_num_tokens=column(6))
     # A fork: its first block is a copy of the first lane's, so its cached positions must read the same.
@@ -84,7 +86,7 @@ def test_copies_come_before_the_batch():
     assert outcome.token_ids.tolist() == greedy_continuation(PROMPT, 1)
 
 
-def test_rewound_positions_are_computed_again():
+def test_rewound_positions_are_computed_again() -> None:
     bench = Bench()
     bench.run(admit=[admit(0, PROMPT, [4, 5])], row_lanes=column(0), row_num_tokens=column(6))
     outcome = bench.run(
@@ -99,7 +101,7 @@ def test_rewound_positions_are_computed_again():
     assert outcome.token_ids.tolist() == greedy_continuation(PROMPT, 2)[1:]
 
 
-def test_a_released_lane_is_new_again():
+def test_a_released_lane_is_new_again() -> None:
     bench = Bench()
     bench.run(admit=[admit(0, PROMPT, [4, 5])], row_lanes=column(0), row_num_tokens=column(6))
     outcome = bench.run(
@@ -113,7 +115,7 @@ def test_a_released_lane_is_new_again():
 
 
 @pytest.mark.parametrize("token", [NAN, INF])
-def test_logits_that_are_not_finite_fail_their_row_only(token):
+def test_logits_that_are_not_finite_fail_their_row_only(token: int) -> None:
     bench = Bench()
     outcome = bench.run(
         admit=[admit(0, [1, 2], [0]), admit(1, [3, token], [1]), admit(2, [4, 5], [2])],
@@ -128,7 +130,7 @@ def test_logits_that_are_not_finite_fail_their_row_only(token):
 
 
 @pytest.mark.parametrize("place", [0, 2, 5])
-def test_a_row_that_raises_fails_alone(place):
+def test_a_row_that_raises_fails_alone(place: int) -> None:
     bench = Bench()
     prompts = [[10 + i, 20 + i] for i in range(6)]
     prompts[place][0] = POISON
@@ -146,7 +148,7 @@ def test_a_row_that_raises_fails_alone(place):
     assert decode(bench, good, 2) == [greedy_continuation(prompts[i], 3)[1:] for i in good]
 
 
-def test_when_all_rows_raise_the_step_failed_until_a_new_session():
+def test_when_all_rows_raise_the_step_failed_until_a_new_session() -> None:
     bench = Bench()
     bench.run(
         admit=[admit(i, [1, i], [i]) for i in range(3)], row_lanes=column(0, 1, 2), row_num_tokens=column(2, 2, 2)
@@ -161,7 +163,7 @@ def test_when_all_rows_raise_the_step_failed_until_a_new_session():
     assert fine.token_ids.tolist() == greedy_continuation([1, 2], 1)
 
 
-def test_a_lone_row_that_raises_fails_alone_but_not_for_ever():
+def test_a_lone_row_that_raises_fails_alone_but_not_for_ever() -> None:
     bench = Bench()
     outcomes = [
         bench.run(admit=[admit(i, [POISON, 1], [i])], row_lanes=column(i), row_num_tokens=column(2)) for i in range(3)
@@ -192,7 +194,7 @@ def test_a_lone_row_that_raises_fails_alone_but_not_for_ever():
         ({"append_lanes": column(0), "append_block_ids": column(32), "row_lanes": column(0)}, BAD_ROW),
     ],
 )
-def test_what_does_not_fit_fails_its_row_and_no_other(fields, code):
+def test_what_does_not_fit_fails_its_row_and_no_other(fields: dict[str, Any], code: int) -> None:
     bench = Bench()
     bench.run(admit=[admit(0, [1, 2], [0]), admit(1, [3, 4], [1])], row_lanes=column(0, 1), row_num_tokens=column(2, 2))
     counts = np.frombuffer(fields.get("row_num_tokens", column(1)), "<i4").tolist()
@@ -204,7 +206,7 @@ def test_what_does_not_fit_fails_its_row_and_no_other(fields, code):
     assert encode_result(outcome).status == pb.STEP_STATUS_ROW_ERRORS
 
 
-def test_a_lane_named_twice_runs_once():
+def test_a_lane_named_twice_runs_once() -> None:
     bench = Bench()
     outcome = bench.run(admit=[admit(0, [1, 2, 3], [0])], row_lanes=column(0, 0))
     assert outcome.row_errors == {1: BAD_ROW}
@@ -235,7 +237,7 @@ def test_a_lane_named_twice_runs_once():
         {"row_lanes": column(0), "mask_follows": True},
     ],
 )
-def test_a_plan_that_cannot_be_read_is_refused_whole(fields):
+def test_a_plan_that_cannot_be_read_is_refused_whole(fields: dict[str, Any]) -> None:
     bench = Bench()
     plan = bench.plan(**fields)
     with pytest.raises(PlanError) as caught:
@@ -246,7 +248,7 @@ def test_a_plan_that_cannot_be_read_is_refused_whole(fields):
     assert bench.runner.num_forwards == 0
 
 
-def test_a_wrong_state_digest_fails_the_step_and_a_right_one_does_not():
+def test_a_wrong_state_digest_fails_the_step_and_a_right_one_does_not() -> None:
     bench = Bench()
     bench.run(admit=[admit(0, [1, 2], [0])], row_lanes=column(0), row_num_tokens=column(2))
     right = bench.mirror.digest()
@@ -257,7 +259,9 @@ def test_a_wrong_state_digest_fails_the_step_and_a_right_one_does_not():
 # Sampling through the whole step
 
 
-def sampled(bench: Bench, lane: int, prompt: list[int], blocks: list[int], sampling: Sampling, count: int, **fields):
+def sampled(
+    bench: Bench, lane: int, prompt: list[int], blocks: list[int], sampling: Sampling, count: int, **fields: Any
+) -> list[int]:
     first = bench.run(
         admit=[admit(lane, prompt, blocks, sampling=sampling, **fields)],
         row_lanes=column(lane),
@@ -270,7 +274,7 @@ def sampled(bench: Bench, lane: int, prompt: list[int], blocks: list[int], sampl
 SAMPLING = Sampling(temperature=1.5, top_p=0.97, top_k=60, min_p=0.001, seed=-12345)
 
 
-def test_neighbours_never_change_a_seeded_row():
+def test_neighbours_never_change_a_seeded_row() -> None:
     alone = sampled(Bench(), 0, PROMPT, [0, 1, 2, 3], SAMPLING, 8)
     rng = random.Random(7)
     for _ in range(20):
@@ -292,14 +296,14 @@ def test_neighbours_never_change_a_seeded_row():
 
 
 @pytest.mark.parametrize("cut", [1, 3, 7])
-def test_a_stream_goes_on_identically_after_a_new_admission(cut):
+def test_a_stream_goes_on_identically_after_a_new_admission(cut: int) -> None:
     whole = sampled(Bench(), 0, PROMPT, [0, 1, 2, 3], SAMPLING, 8)
     tokens = PROMPT + whole[:cut]
     rest = sampled(Bench(), 5, tokens, [9, 3, 5, 7], SAMPLING, 8 - cut + 1, num_prompt_tokens=len(PROMPT))
     assert rest[: 8 - cut] == whole[cut:]
 
 
-def test_choices_and_seeds_differ():
+def test_choices_and_seeds_differ() -> None:
     runs = [
         sampled(Bench(), 0, PROMPT, [0, 1, 2, 3], Sampling(temperature=1.5, top_p=1, seed=seed), 8, choice_index=choice)
         for seed, choice in ((1, 0), (1, 1), (2, 0), (2**63 - 1, 0), (-(2**63), 0))
@@ -310,7 +314,7 @@ def test_choices_and_seeds_differ():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("num_emitted", [0, 1])
 @pytest.mark.parametrize("proposed_at", [0, 1, 2])
-def test_stop_ids_are_held_back_until_min_tokens(temperature, num_emitted, proposed_at):
+def test_stop_ids_are_held_back_until_min_tokens(temperature: float, num_emitted: int, proposed_at: int) -> None:
     """The model proposes the end at output 0, 1 or 2; with min_tokens 2 only the last can be chosen (B43)."""
     outputs = greedy_continuation(PROMPT, 3)
     end = outputs[proposed_at]
@@ -326,7 +330,7 @@ def test_stop_ids_are_held_back_until_min_tokens(temperature, num_emitted, propo
         assert got[index] != end or index >= 2
 
 
-def test_a_row_at_the_very_end_of_the_context_may_still_sample():
+def test_a_row_at_the_very_end_of_the_context_may_still_sample() -> None:
     bench = Bench(DigestRunner(max_model_len=8, num_blocks=4))
     prompt = list(range(1, 8))
     assert sampled(bench, 0, prompt, [0, 1], Sampling(top_p=1.0), 2) == greedy_continuation(prompt, 2)

@@ -4,11 +4,13 @@ import threading
 import time
 
 import pytest
-from executor_fakes import Bench, DigestRunner, admit, column, greedy_continuation, ids_of
-from executor_scheduler import DEADLINE_S, RunningWorker, until
+import torch
 
+from executor_svc.batch import Batch
 from executor_svc.worker import Exit, WorkerOptions
 from pagemill.engine.v1 import executor_pb2 as pb
+from tests.unit.executor.executor_fakes import Bench, DigestRunner, admit, column, greedy_continuation, ids_of
+from tests.unit.executor.executor_scheduler import DEADLINE_S, RunningWorker, until
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 
@@ -21,7 +23,7 @@ class GatedRunner(DigestRunner):
         self.entered = threading.Semaphore(0)
         self.gate = threading.Semaphore(0)
 
-    def forward(self, batch):
+    def forward(self, batch: Batch) -> torch.Tensor:
         self.entered.release()
         assert self.gate.acquire(timeout=DEADLINE_S)
         return super().forward(batch)
@@ -43,7 +45,7 @@ def decode_plan(step_id: int) -> pb.StepPlan:
     return pb.StepPlan(step_id=step_id, repeat_decode=True)
 
 
-def test_hello_session_plans_results():
+def test_hello_session_plans_results() -> None:
     with RunningWorker() as running:
         scheduler = running.scheduler
         scheduler.start(epoch=1000, first_step_id=41)
@@ -53,7 +55,7 @@ def test_hello_session_plans_results():
         assert tokens == greedy_continuation(PROMPT, 7)
 
 
-def test_plans_sent_ahead_feed_on_each_other():
+def test_plans_sent_ahead_feed_on_each_other() -> None:
     with RunningWorker() as running:
         scheduler = running.scheduler
         scheduler.start(epoch=1, depth=4)
@@ -64,7 +66,7 @@ def test_plans_sent_ahead_feed_on_each_other():
         assert [ids_of(result.token_ids)[0] for result in results] == greedy_continuation(PROMPT, 5)
 
 
-def test_heartbeats_go_on_while_a_step_runs_and_say_so():
+def test_heartbeats_go_on_while_a_step_runs_and_say_so() -> None:
     runner = GatedRunner()
     with RunningWorker(Bench(runner)) as running:
         scheduler = running.scheduler
@@ -84,7 +86,7 @@ def test_heartbeats_go_on_while_a_step_runs_and_say_so():
         assert (beat.state, beat.last_step_id) == (pb.EXECUTOR_STATE_IDLE, 1)
 
 
-def test_a_duplicate_gets_its_stored_result_again():
+def test_a_duplicate_gets_its_stored_result_again() -> None:
     with RunningWorker() as running:
         scheduler = running.scheduler
         scheduler.start(epoch=1)
@@ -99,7 +101,7 @@ def test_a_duplicate_gets_its_stored_result_again():
         assert running.stale("plan_duplicate") == 4
 
 
-def test_a_duplicate_of_a_running_plan_runs_once():
+def test_a_duplicate_of_a_running_plan_runs_once() -> None:
     runner = GatedRunner()
     with RunningWorker(Bench(runner)) as running:
         scheduler = running.scheduler
@@ -115,7 +117,7 @@ def test_a_duplicate_of_a_running_plan_runs_once():
         assert runner.num_forwards == 2
 
 
-def test_a_gap_is_named_and_the_missing_plan_repairs_it():
+def test_a_gap_is_named_and_the_missing_plan_repairs_it() -> None:
     with RunningWorker() as running:
         scheduler = running.scheduler
         scheduler.start(epoch=1)
@@ -126,7 +128,7 @@ def test_a_gap_is_named_and_the_missing_plan_repairs_it():
         assert scheduler.step(decode_plan(3)).step_id == 3
 
 
-def test_more_plans_than_the_pipeline_are_a_gap_not_a_queue():
+def test_more_plans_than_the_pipeline_are_a_gap_not_a_queue() -> None:
     runner = GatedRunner()
     with RunningWorker(Bench(runner)) as running:
         scheduler = running.scheduler
@@ -142,7 +144,7 @@ def test_more_plans_than_the_pipeline_are_a_gap_not_a_queue():
         assert [scheduler.receive("result").result.step_id for _ in range(accepted)] == list(range(1, accepted + 1))
 
 
-def test_a_newer_session_drops_lanes_and_an_older_epoch_is_ignored():
+def test_a_newer_session_drops_lanes_and_an_older_epoch_is_ignored() -> None:
     with RunningWorker() as running:
         scheduler = running.scheduler
         scheduler.start(epoch=10)
@@ -156,7 +158,7 @@ def test_a_newer_session_drops_lanes_and_an_older_epoch_is_ignored():
         assert running.stale("stale_epoch") == 1
 
 
-def test_plans_of_a_dead_session_are_skipped():
+def test_plans_of_a_dead_session_are_skipped() -> None:
     runner = GatedRunner()
     with RunningWorker(Bench(runner)) as running:
         scheduler = running.scheduler
@@ -175,7 +177,7 @@ def test_plans_of_a_dead_session_are_skipped():
         assert running.stale("result_of_old_epoch") == 1
 
 
-def test_a_silent_scheduler_is_left_and_greeted_again():
+def test_a_silent_scheduler_is_left_and_greeted_again() -> None:
     with RunningWorker() as running:
         scheduler = running.scheduler
         scheduler.start(epoch=7, lease_ms=300)
@@ -187,7 +189,7 @@ def test_a_silent_scheduler_is_left_and_greeted_again():
         assert ids_of(result.token_ids) == greedy_continuation(PROMPT, 1)
 
 
-def test_heartbeats_of_the_scheduler_keep_the_session():
+def test_heartbeats_of_the_scheduler_keep_the_session() -> None:
     with RunningWorker() as running:
         scheduler = running.scheduler
         scheduler.start(epoch=7, lease_ms=400)
@@ -198,21 +200,21 @@ def test_heartbeats_of_the_scheduler_keep_the_session():
         assert scheduler.others == []  # no second hello
 
 
-def test_no_answer_to_a_hello_brings_another():
+def test_no_answer_to_a_hello_brings_another() -> None:
     with RunningWorker() as running:
         first = running.scheduler.receive("hello")
         second = running.scheduler.receive("hello")
         assert second.hello == first.hello
 
 
-def test_a_rejected_executor_exits_with_a_failure():
+def test_a_rejected_executor_exits_with_a_failure() -> None:
     with RunningWorker() as running:
         running.scheduler.receive("hello")
         running.scheduler.send(reject=pb.Reject(reason="model fingerprint differs"))
         assert running.join() is Exit.FAILED
 
 
-def test_a_rejected_executor_may_stay():
+def test_a_rejected_executor_may_stay() -> None:
     options = WorkerOptions(exit_after_reject=False)
     with RunningWorker(options=options) as running:
         running.scheduler.receive("hello")
@@ -221,7 +223,7 @@ def test_a_rejected_executor_may_stay():
         running.scheduler.receive("heartbeat")
 
 
-def test_an_unknown_protocol_is_a_failure():
+def test_an_unknown_protocol_is_a_failure() -> None:
     with RunningWorker() as running:
         scheduler = running.scheduler
         scheduler.receive("hello")
@@ -230,14 +232,14 @@ def test_an_unknown_protocol_is_a_failure():
         assert running.join() is Exit.FAILED
 
 
-def test_goodbye_of_the_scheduler_drops_the_session():
+def test_goodbye_of_the_scheduler_drops_the_session() -> None:
     with RunningWorker() as running:
         running.scheduler.start(epoch=1)
         running.scheduler.send(goodbye=pb.Goodbye(reason="drained"))
         assert running.scheduler.start(epoch=2).incarnation == "1"
 
 
-def test_stop_finishes_the_running_step_and_takes_leave():
+def test_stop_finishes_the_running_step_and_takes_leave() -> None:
     runner = GatedRunner()
     with RunningWorker(Bench(runner)) as running:
         scheduler = running.scheduler
@@ -253,7 +255,7 @@ def test_stop_finishes_the_running_step_and_takes_leave():
         assert runner.num_forwards == 1
 
 
-def test_a_plan_that_waited_beyond_its_deadline_fails():
+def test_a_plan_that_waited_beyond_its_deadline_fails() -> None:
     runner = GatedRunner()
     with RunningWorker(Bench(runner)) as running:
         scheduler = running.scheduler
@@ -275,7 +277,7 @@ def test_a_plan_that_waited_beyond_its_deadline_fails():
 @pytest.mark.parametrize(
     "frame", [b"", b"garbage", b"\xff" * 100, pb.ExecutorEnvelope(protocol=1, epoch=9).SerializeToString()]
 )
-def test_garbage_is_counted_and_nothing_else(frame):
+def test_garbage_is_counted_and_nothing_else(frame: bytes) -> None:
     with RunningWorker() as running:
         scheduler = running.scheduler
         scheduler.start(epoch=1)
@@ -284,7 +286,7 @@ def test_garbage_is_counted_and_nothing_else(frame):
         assert running.stale("malformed") == 1
 
 
-def test_messages_that_make_no_sense_here_are_counted():
+def test_messages_that_make_no_sense_here_are_counted() -> None:
     with RunningWorker() as running:
         scheduler = running.scheduler
         scheduler.start(epoch=1)
