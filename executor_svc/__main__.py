@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -10,16 +9,15 @@ import time
 from types import FrameType
 
 from executor_svc.config import ExecutorSettings
+from pagemill.processes import die_with_parent
 from pagemill.settings import load
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0 stopped on request, 1 refused or failed (one line says why), 2 wrong options."""
     settings = load(ExecutorSettings, sys.argv[1:] if argv is None else argv)
     if settings.die_with_parent:
-        _die_with_parent()
+        die_with_parent(signal.SIGTERM)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop_while_loading)
     # Threads that wait may spin for some 20 us, the gap between two operators of a step, and must sleep then: beside a
@@ -36,14 +34,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def _stop_while_loading(number: int, frame: FrameType | None) -> None:
     os._exit(0)  # nothing to undo, and an orderly end would wait for the thread that loads
-
-
-def _die_with_parent() -> None:
-    """Ask the kernel for SIGTERM when the parent dies; the parent may be gone already."""
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent or parent == 1:
-        raise SystemExit(0)
 
 
 def _process_start() -> float:

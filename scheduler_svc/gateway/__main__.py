@@ -18,13 +18,13 @@ from pagemill import logs
 from pagemill.endpoints import EndpointError
 from pagemill.logs import kv
 from pagemill.model_files import ModelFileError, ModelInfo, read_model_info
+from pagemill.processes import die_with_parent
 from pagemill.settings import load
 from pagemill.zmq_links import AsyncPeer, ZmqPeer, new_identity
 from scheduler_svc.gateway import tokenizer
 from scheduler_svc.gateway.chat import TemplateCompileError
 from scheduler_svc.gateway.config import GatewaySettings
 from scheduler_svc.gateway.gguf_tokenizer import UnsupportedTokenizerError
-from scheduler_svc.gateway.processes import die_with_parent
 from scheduler_svc.gateway.scheduler_client import Identity, SchedulerRejectedError
 from scheduler_svc.gateway.server import Gateway
 

@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 
 import jinja2
 
+from pagemill.processes import die_with_parent
 from scheduler_svc.gateway.chat_render import AmbiguousTextError, ChatRenderer, TemplateRefusalError
-from scheduler_svc.gateway.processes import die_with_parent
 
 _MAX_MEMORY_BYTES = 1024 * 1024 * 1024
 _MAX_FRAME_BYTES = 256 * 1024 * 1024

@@ -12,7 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-LAUNCHER = Path(__file__).with_name("_launch.py")
+from pagemill import processes as launcher
+
+LAUNCHER = Path(launcher.__file__)
+"""Becomes the child's program after it has tied it to this process."""
 TAIL_LINES = 15
 MAX_LINE_BYTES = 8192
 USAGE_STATUS = 2
