@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -259,6 +261,10 @@ def test_the_digest_sees_lanes_positions_and_tables() -> None:
     appended = pb.StepPlan(append_lanes=column(1), append_block_ids=column(0))
     digests.append(mirror_of(base, appended).digest())
     assert len({digest, *digests}) == 6
+    appended.admit.add().CopyFrom(admit(0, [7, 8], [2, 9], generation=3))
+    expected = struct.pack("<4I2i", 0, 3, 0, 2, 2, 9) + struct.pack("<4I2i", 1, 4, 0, 2, 5, 0)  # as in docs/wire.md
+    assert mirror_of(base, appended).digest() == zlib.crc32(expected)
+    assert mirror_of().digest() == 0
     broken = mirror_of(base)
     broken.break_lane(1, "for the test")
     assert broken.digest() is None
