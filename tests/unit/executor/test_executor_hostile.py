@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from executor_svc.codec import DecodedPlan, PlanError, StepOutcome, decode_plan, encode_result
@@ -11,6 +11,8 @@ from executor_svc.lanes import LaneState
 from pagemill.engine.v1 import executor_pb2 as pb
 from pagemill.engine.v1.sampling_pb2 import Sampling
 from tests.unit.executor.executor_fakes import VOCAB, Bench, admit, column, greedy_continuation
+
+SLOW = HealthCheck.too_slow  # a busy machine is no finding
 
 ints = st.one_of(
     st.integers(0, 9), st.integers(0, 9), st.sampled_from([-1, 31, 32, 33, 64, 65, 100, 101, 2**31 - 1, -(2**31)])
@@ -157,7 +159,7 @@ def assert_still_works(bench: Bench) -> None:
         assert run(bench, plan).token_ids.tolist() == greedy_continuation([1, 2, 3], 1)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=[SLOW])
 @given(st.lists(st.one_of(plans, scenes), max_size=8))
 def test_arbitrary_plans(sequence: list[pb.StepPlan | Scene]) -> None:
     bench = Bench()
@@ -169,7 +171,7 @@ def test_arbitrary_plans(sequence: list[pb.StepPlan | Scene]) -> None:
     assert_still_works(bench)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=[SLOW])
 @given(
     st.lists(st.tuples(scenes, st.lists(st.tuples(st.integers(0, 500), st.integers(0, 255)), max_size=3)), max_size=8)
 )
@@ -187,7 +189,7 @@ def test_the_good_plans_are_good() -> None:
     """The two tests above are worth something only if many of their plans run."""
     ran = []
 
-    @settings(max_examples=40, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=40, deadline=None, database=None, derandomize=True, suppress_health_check=[SLOW])
     @given(st.lists(scenes, min_size=3, max_size=8))
     def probe(sequence: list[Scene]) -> None:
         bench = Bench()
