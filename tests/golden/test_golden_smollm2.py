@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,17 @@ import torch
 import transformers
 from transformers import modeling_gguf_pytorch_utils
 
+from executor_svc.config import ExecutorSettings
+from executor_svc.metrics import ExecutorMetrics
 from executor_svc.runner import PagedRunner, load
+from executor_svc.startup import prepare
 from executor_svc.weights.source import open_source
+from executor_svc.worker import Exit, Worker
 from pagemill.model_files import read_model_info
+from pagemill.zmq_links import new_identity
+from scheduler_svc.core.params import SchedulerConfig
 from tests.golden.golden_paged import forward, greedy, new_rows
+from tests.oracles.rig import LiveRig
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
@@ -60,8 +68,7 @@ class Case:
     ours: list[int]
     """Prompt and greedy continuation by the runner in float32, the prompt whole and alone."""
     expected: list[int]
-    """Prompt and what transformers chooses at each position given `ours` before it. If the two are equal, `ours` is
-    transformers' greedy continuation, by induction; one pass over the text instead of one per token."""
+    """Prompt and what transformers chooses at each position given `ours` before it; see `choices`."""
     logits: torch.Tensor
     """(NUM_OUTPUTS, vocab) of transformers."""
 
@@ -83,10 +90,19 @@ def cases(reference_model: Any, float32_runner: PagedRunner) -> list[Case]:
     cases = []
     for row in greedy(float32_runner, make_prompts(), NUM_OUTPUTS, max_rows=1):
         prompt = row.ids[:-NUM_OUTPUTS]
-        with torch.inference_mode():
-            out = reference_model(torch.tensor([row.ids[:-1]]), use_cache=False, logits_to_keep=NUM_OUTPUTS)
-        cases.append(Case(prompt, row.ids, prompt + out.logits[0].argmax(-1).tolist(), out.logits[0]))
+        expected, logits = choices(reference_model, row.ids, NUM_OUTPUTS)
+        cases.append(Case(prompt, row.ids, prompt + expected, logits))
     return cases
+
+
+def choices(reference_model: Any, ids: list[int], num_outputs: int) -> tuple[list[int], torch.Tensor]:
+    """What transformers chooses at each of the last positions given the ids before it, and its logits there.
+
+    Equal to the last ids, it proves by induction that they are transformers' greedy continuation.
+    """
+    with torch.inference_mode():
+        out = reference_model(torch.tensor([ids[:-1]]), use_cache=False, logits_to_keep=num_outputs)
+    return out.logits[0].argmax(-1).tolist(), out.logits[0]
 
 
 def test_weights_are_those_of_transformers(demo_model: Path, reference_weights: dict[str, torch.Tensor]) -> None:
@@ -109,6 +125,34 @@ def test_neighbours_and_chunks_change_no_id(float32_runner: PagedRunner, cases: 
     rows = greedy(float32_runner, prompts, NUM_OUTPUTS, seed=4, max_rows=12, max_chunk=256, budget=512)
     for row, case in zip(rows, cases, strict=True):
         assert row.ids == case.expected, f"prompt of {len(case.prompt)} tokens"
+
+
+def test_preemption_changes_no_id(demo_model: Path, float32_runner: PagedRunner, reference_model: Any) -> None:
+    """Scheduler, wire and executor with a pool that barely holds the longest prompt: some are computed twice."""
+    num_outputs, prompts = 20, make_prompts()
+    num_blocks = (max(map(len, prompts)) + num_outputs) // float32_runner.block_size + 2
+    settings = ExecutorSettings(model=demo_model, num_device_blocks=num_blocks, max_num_seqs=32)
+    ready = prepare(float32_runner, settings)
+    rig = LiveRig(core=SchedulerConfig(max_num_seqs=32, watermark=0.0))
+    link = rig.executor_hub.connect(new_identity("executor", "golden"))
+    worker = Worker(link, ready.hello, ready.executor, ready.limits, metrics=ExecutorMetrics())
+    ends: list[Exit] = []
+    thread = threading.Thread(target=lambda: ends.append(worker.run()), daemon=True)
+    thread.start()
+    try:
+        gateway = rig.add_gateway(fingerprint=ready.hello.model_fingerprint)
+        records = [gateway.submit(prompt, max_tokens=num_outputs, temperature=0.0) for prompt in prompts]
+        rig.until(lambda: all(record.is_over for record in records), gateway, limit_s=300.0)
+        stats = rig.engine.core.stats()
+    finally:
+        worker.stop()
+        thread.join(60)
+        rig.close()
+    assert ends == [Exit.STOPPED]
+    assert stats.num_preemptions_total >= 5, "the pool was too large for this test to mean anything"
+    for record, prompt in zip(records, prompts, strict=True):
+        expected, _ = choices(reference_model, prompt + record.ids, num_outputs)
+        assert record.ids == expected, f"prompt of {len(prompt)} tokens"
 
 
 def test_bfloat16_differs_only_at_near_ties(demo_model: Path, cases: list[Case], record_property: Any) -> None:
