@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from google.protobuf.internal import api_implementation
 from pydantic import Field, ValidationError
 from pydantic_settings import (
     BaseSettings,
@@ -66,7 +67,11 @@ class ServiceSettings(BaseSettings):
 
 
 def load(settings_type: type[S], argv: list[str]) -> S:
-    """Settings from `argv`, environment and file; exits with one clear line (status 2) if they do not hold."""
+    """Settings from `argv`, environment and file; exits with one clear line (status 2) if they do not hold.
+
+    Every process begins here, so what all of them need is checked here too: see `_check_protobuf`.
+    """
+    _check_protobuf(settings_type)
     settings_type._file = _config_file(argv)
     if settings_type._file is not None and not settings_type._file.is_file():
         _refuse(settings_type, f"--config: no such file: {settings_type._file}")
@@ -81,6 +86,21 @@ def load(settings_type: type[S], argv: list[str]) -> S:
         name = "--" + "-".join(str(part).replace("_", "-") for part in first["loc"])
         _refuse(settings_type, f"{name}: {message} (got {first.get('input')!r})")
         raise AssertionError from error
+
+
+def _check_protobuf(settings_type: type[ServiceSettings]) -> None:
+    """Refuse a protobuf without its C parser, to which it falls back silently.
+
+    The parser in Python is slower by orders of magnitude, and has had no bound on recursion: bytes from strangers end
+    in a RecursionError where the C parser says DecodeError (CVE-2025-4565).
+    """
+    backend = api_implementation.Type()
+    if backend != "upb":
+        _refuse(
+            settings_type,
+            f"protobuf runs its {backend!r} implementation, not 'upb': unset PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"
+            " or install a protobuf wheel made for this platform",
+        )
 
 
 def _config_file(argv: list[str]) -> Path | None:
