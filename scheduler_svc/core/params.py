@@ -22,11 +22,11 @@ class QueuePolicy(Enum):
 class SchedulerConfig:
     """What an operator may tune. Counts are per step unless they say otherwise."""
 
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int = 256
     """Token budget of one step, decode rows included."""
     max_num_seqs: int = 64
     """Most sequences running at once."""
-    max_prefill_chunk: int = 256
+    max_prefill_chunk: int = 192
     """Most prompt tokens of one sequence in one step, so that a long prompt cannot take a whole step."""
     queue_policy: QueuePolicy = QueuePolicy.LENGTH_AWARE
     max_skip_ahead: int = 8
