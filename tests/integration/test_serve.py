@@ -64,14 +64,15 @@ async def test_a_second_signal_ends_everything_at_once() -> None:
             assert await end == "UNAVAILABLE"
 
 
-def test_a_taken_port_names_the_gateway() -> None:
+def test_a_taken_port_is_refused_before_anything_starts() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         options = [*SMALL, "--port", str(taken.getsockname()[1])]
         with ServeProcess("--model", "demo", *options) as service:
-            assert service.status(60) == 1
-            assert service.count("pagemill serve: gateway ended before it was ready (exit status 1)") == 1
+            assert service.status(60) == 2
+            assert len(service.lines) == 1
+            assert service.count("pagemill serve: --port: cannot listen on 127.0.0.1:") == 1
 
 
 def test_a_broken_model_file_ends_in_one_clear_line(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pagemill.model_files import ModelFileError, find_demo_model
 from pagemill.settings import ServiceSettings, load
 from pagemill_client import roles
 from pagemill_client.config import ServeSettings
+from pagemill_client.listeners import Listener, check_free
 from pagemill_client.processes import ChildSpec
 from pagemill_client.roles import EXECUTOR, GATEWAY, SCHEDULER, STOP_ORDER, OptionError
 from pagemill_client.supervisor import Probe, ServeError, Supervisor
@@ -34,15 +35,21 @@ class Stack:
     children: tuple[ChildSpec, ...]
     target: str
     listeners: tuple[str, ...]
+    """What to tell the operator about where it listens."""
+    ports: tuple[Listener, ...]
+    """The TCP ports that must be free before the start."""
 
 
 def main(argv: list[str]) -> int:
-    """Run `pagemill serve` until SIGINT or SIGTERM. Exit status 0 after a clean stop, 1 after a failure."""
+    """Run `pagemill serve` until SIGINT or SIGTERM. Exit status 0 after a clean stop, 1 after a failure, 2 when an
+    option cannot be: a port that is taken too, for then whatever answers there is not ours.
+    """
     if {"-h", "--help"} & set(argv):
         return _help()
     with tempfile.TemporaryDirectory(prefix="pagemill-") as directory:  # mode 0700; removed at the end
         try:
             stack = plan(argv, Path(directory))
+            check_free(stack.ports)
         except (OptionError, ModelFileError) as error:
             err(f"{ServeSettings.prog}: {error}")
             return 2
@@ -78,6 +85,7 @@ def plan(argv: list[str], directory: Path) -> Stack:
         ),
         target,
         _listeners(target, loaded),
+        _ports(host, port, loaded),
     )
 
 
@@ -198,6 +206,15 @@ def _listeners(target: str, loaded: Mapping[str, Any]) -> tuple[str, ...]:
                 f"metrics of the {role.name} on http://{settings.metrics_host}:{settings.metrics_port}/metrics"
             )
     return tuple(lines)
+
+
+def _ports(host: str, port: int, loaded: Mapping[str, Any]) -> tuple[Listener, ...]:
+    metrics = [
+        Listener(f"--{role.name}.metrics-port", loaded[role.name].metrics_host, loaded[role.name].metrics_port)
+        for role in STOP_ORDER
+        if loaded[role.name].metrics_port
+    ]
+    return (Listener("--port", host, port), *metrics)
 
 
 def _free_port(host: str) -> int:
