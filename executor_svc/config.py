@@ -21,7 +21,7 @@ def _default_name() -> str:
 class ExecutorSettings(ServiceSettings):
     """What an operator may tune. Everything measured (blocks, rates) is in the hello, never written back here."""
 
-    prog: ClassVar[str] = "executor"
+    prog: ClassVar[str] = "pagemill executor"
 
     model: Path = Field(description="directory in Hugging Face form (safetensors), or a GGUF file")
     scheduler_endpoint: str = Field(

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from functools import partial
+from logging.handlers import QueueListener
 from types import FrameType
 
 from executor_svc.compute import ComputeThread
@@ -16,32 +17,42 @@ from executor_svc.memory import DoesNotFitError
 from executor_svc.metrics import ExecutorMetrics
 from executor_svc.runner import PagedRunner
 from executor_svc.runner import load as load_runner
-from executor_svc.startup import prepare
+from executor_svc.startup import WrongOptionError, check_model_len, prepare
 from executor_svc.worker import Exit, Worker, WorkerOptions
 from pagemill import logs
 from pagemill.endpoints import EndpointError
 from pagemill.logs import kv
+from pagemill.model_files import read_model_info
 from pagemill.zmq_links import EXECUTOR_BOUND, ZmqPeer, new_identity
 
 log = logging.getLogger(__name__)
 
 _FORCED_EXIT_STATUS = 130
+_USAGE_STATUS = 2
 
 
 def serve(settings: ExecutorSettings, started: float) -> int:
-    """Run until stopped; returns the exit status. `started`: of the process, on `time.monotonic`."""
+    """Run until stopped; returns the exit status, 2 for options that cannot be honoured.
+
+    `started`: of the process, on `time.monotonic`.
+    """
     listener = logs.setup("executor", settings.log_level)
     try:
         return _serve(settings, started)
-    except (DoesNotFitError, EndpointError, ValueError, OSError) as error:  # OSError: files, the metrics port
-        line = " ".join(str(error).split())
-        log.debug("cannot start", exc_info=error)
-        listener.stop()
-        sys.stderr.write(f"executor: cannot start: {line}\n")
-        return Exit.FAILED.value
+    except (EndpointError, WrongOptionError) as error:
+        return _refuse(error, listener, "", _USAGE_STATUS)
+    except (DoesNotFitError, ValueError, OSError) as error:  # OSError: files
+        return _refuse(error, listener, "cannot start: ", Exit.FAILED.value)
     finally:
         if listener._thread is not None:
             listener.stop()
+
+
+def _refuse(error: Exception, listener: QueueListener, prefix: str, status: int) -> int:
+    log.debug("cannot start", exc_info=error)
+    listener.stop()
+    sys.stderr.write(f"{ExecutorSettings.prog}: {prefix}{' '.join(str(error).split())}\n")
+    return status
 
 
 def _serve(settings: ExecutorSettings, started: float) -> int:
@@ -92,12 +103,14 @@ def _serve_metrics(metrics: ExecutorMetrics, settings: ExecutorSettings) -> None
         metrics.serve(settings.metrics_host, settings.metrics_port)
     except OSError as error:
         address = f"{settings.metrics_host}:{settings.metrics_port}"
-        raise OSError(f"--metrics-port: {address} cannot be bound: {error.strerror}") from error
+        raise WrongOptionError(f"--metrics-port: {address} cannot be bound: {error.strerror}") from error
 
 
 def _load(settings: ExecutorSettings) -> PagedRunner:
+    info = read_model_info(settings.model)
+    check_model_len(settings, info.max_model_len)  # before the weights, which take long
     return load_runner(
-        settings.model,
+        info,
         dtype=settings.dtype,
         block_size=settings.block_size,
         attention=settings.attention_backend,

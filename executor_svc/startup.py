@@ -61,13 +61,20 @@ class Ready:
     hello: pb.ExecutorHello
 
 
+class WrongOptionError(ValueError):
+    """An option that this model or machine cannot honour; the text is one line that begins with the flag."""
+
+
+def check_model_len(settings: ExecutorSettings, positions: int) -> None:
+    """Raises WrongOptionError when --max-model-len is above the model's own `positions`."""
+    if settings.max_model_len is not None and settings.max_model_len > positions:
+        raise WrongOptionError(f"--max-model-len: the model has {positions} positions (got {settings.max_model_len})")
+
+
 def prepare(runner: ModelRunner, settings: ExecutorSettings) -> Ready:
-    """Measure, allocate the pool, build the mirror. Raises DoesNotFitError."""
-    max_len = min(settings.max_model_len or runner.max_model_len, runner.max_model_len)
-    if settings.max_model_len is not None and settings.max_model_len > runner.max_model_len:
-        raise DoesNotFitError(
-            f"--max-model-len {settings.max_model_len}: the model has {runner.max_model_len} positions"
-        )
+    """Measure, allocate the pool, build the mirror. Raises DoesNotFitError, WrongOptionError."""
+    check_model_len(settings, runner.max_model_len)
+    max_len = settings.max_model_len or runner.max_model_len
     with torch.inference_mode():
         measured = warm_up(runner, settings.max_num_seqs, settings.max_num_batched_tokens, max_len)
         num_blocks = _allocate(runner, settings, max_len, measured)

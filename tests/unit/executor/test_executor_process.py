@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from executor_svc import service
 from executor_svc.config import ExecutorSettings
+from executor_svc.startup import WrongOptionError
 from pagemill.engine.v1 import executor_pb2 as pb
+from pagemill.model_files import read_model_info
 from pagemill.settings import load
 from pagemill.zmq_links import ZmqHub
 from tests.unit.executor.executor_fakes import admit, column, greedy_continuation, ids_of
@@ -124,7 +127,7 @@ def test_a_model_that_is_not_there_is_one_line_and_a_failure(spawn: Spawn) -> No
     process = spawn("-m", "executor_svc", "--model", "/nowhere/model", "--metrics-port", "0")
     _, stderr = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 1
-    refusals = [line for line in stderr.splitlines() if line.startswith("executor: cannot start: ")]
+    refusals = [line for line in stderr.splitlines() if line.startswith("pagemill executor: cannot start: ")]
     assert len(refusals) == 1
     assert "/nowhere/model" in refusals[0]
     assert "Traceback" not in stderr
@@ -136,9 +139,33 @@ def test_a_taken_metrics_port_is_one_line_and_a_failure(spawn: Spawn) -> None:
         taken.listen()
         process = spawn("-m", "executor_svc", "--model", "/nowhere", "--metrics-port", str(taken.getsockname()[1]))
         _, stderr = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 1
-    assert "--metrics-port" in stderr
+    assert process.returncode == 2
+    assert stderr.splitlines()[-1].startswith("pagemill executor: --metrics-port: ")
     assert "Traceback" not in stderr
+
+
+def test_clear_text_tcp_is_refused_as_a_wrong_option(spawn: Spawn) -> None:
+    options = ["--model", "/nowhere", "--metrics-port", "0", "--scheduler-endpoint", "tcp://192.0.2.1:5999"]
+    process = spawn("-m", "executor_svc", *options)
+    _, stderr = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 2
+    (line,) = [line for line in stderr.splitlines() if line.startswith("pagemill executor: ")]
+    assert "--insecure" in line
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.model
+def test_more_positions_than_the_model_has_are_refused_before_the_weights(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def weights(*_: object, **__: object) -> None:
+        raise AssertionError("the weights were loaded")
+
+    monkeypatch.setattr(service, "load_runner", weights)
+    positions = read_model_info(demo_model).max_model_len
+    settings = ExecutorSettings(model=demo_model, max_model_len=positions + 1)
+    with pytest.raises(WrongOptionError, match=f"^--max-model-len: the model has {positions} positions"):
+        service._load(settings)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +188,7 @@ def test_wrong_options_name_the_flag(
         load(ExecutorSettings, argv)
     assert caught.value.code == 2
     stderr = capsys.readouterr().err
-    assert stderr.startswith(f"executor: {named}: ")
+    assert stderr.startswith(f"pagemill executor: {named}: ")
     assert stderr.count("\n") == 1
 
 
