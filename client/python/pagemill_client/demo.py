@@ -40,6 +40,7 @@ async def _demo(settings: DemoSettings, stack: Stack) -> int:
             on_line=lambda _, line: err(line) if settings.log_level == "debug" else None,
             announce=lambda line: err(f"{settings.prog}: {line}"),
             on_ready=ready.set,
+            lines_shown=settings.log_level == "debug",
         )
     )
     answer = asyncio.create_task(_answer(settings, stack, ready))

@@ -93,7 +93,7 @@ async def serve(stack: Stack) -> int:
     """Run the stack until a signal; see `main`."""
     stop, hurry = asyncio.Event(), asyncio.Event()
     stop_on_signals(stop, hurry)
-    return await run(stack, stop, hurry, on_line=lambda _, line: err(line), announce=_announce)
+    return await run(stack, stop, hurry, on_line=lambda _, line: err(line), announce=_announce, lines_shown=True)
 
 
 def stop_on_signals(stop: asyncio.Event, hurry: asyncio.Event) -> None:
@@ -115,10 +115,17 @@ async def run(
     on_line: Callable[[str, str], None],
     announce: Callable[[str], None],
     on_ready: Callable[[], None] = lambda: None,
+    lines_shown: bool = False,
 ) -> int:
     """Start, wait, keep, drain. `stop` begins the drain (also during the start), `hurry` cuts it short."""
     start = time.monotonic()
-    supervisor = Supervisor(stack.children, max_crashes=stack.settings.max_crashes, announce=announce, on_line=on_line)
+    supervisor = Supervisor(
+        stack.children,
+        max_crashes=stack.settings.max_crashes,
+        announce=announce,
+        on_line=on_line,
+        lines_shown=lines_shown,
+    )
     try:
         await supervisor.start()
         if await _ready_or_stopped(supervisor, stack, stop):

@@ -25,7 +25,10 @@ class ServeError(Exception):
 
 
 class Supervisor:
-    """Runs `specs`; they are stopped in their order. `announce` gets single lines, `on_line` every line of a child."""
+    """Runs `specs`; they are stopped in their order. `announce` gets single lines, `on_line` every line of a child.
+
+    `lines_shown`: the user sees what `on_line` gets, so that a failure need not repeat the last lines.
+    """
 
     def __init__(
         self,
@@ -34,10 +37,12 @@ class Supervisor:
         max_crashes: int,
         announce: Callable[[str], None],
         on_line: Callable[[str, str], None],
+        lines_shown: bool = False,
     ) -> None:
         self.children = [Child(spec, on_line) for spec in specs]
         self._backoffs = {child.role: Backoff(max_crashes) for child in self.children}
         self._announce = announce
+        self._lines_shown = lines_shown
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._leaving: set[str] = set()
 
@@ -53,12 +58,12 @@ class Supervisor:
         while time.monotonic() < deadline:
             for child in self.children:
                 if not child.running:
-                    raise ServeError(_obituary(child, await child.wait(), "before it was ready"))
+                    raise ServeError(self._obituary(child, await child.wait(), "before it was ready"))
             missing = await probe()
             if missing is None:
                 return
             await asyncio.sleep(PROBE_INTERVAL_S)
-        raise ServeError(f"not ready after {timeout_s:g} s, waiting for {missing}\n{self._tails()}")
+        raise ServeError(f"not ready after {timeout_s:g} s, waiting for {missing}{self._tails(self.children)}")
 
     async def keep(self, stop: asyncio.Event) -> None:
         """Restart what crashes until `stop` is set. Raises ServeError for a process that cannot be kept."""
@@ -103,11 +108,11 @@ class Supervisor:
             if child.role in self._leaving:
                 return
             if status == USAGE_STATUS:
-                raise ServeError(_obituary(child, status, "and would again"))
+                raise ServeError(self._obituary(child, status, "and would again"))
             delay_s = self._backoffs[child.role].after_crash(child.lived_s)
             if delay_s is None:
                 crashes = self._backoffs[child.role].crashes
-                raise ServeError(_obituary(child, status, f"{crashes} times in a row"))
+                raise ServeError(self._obituary(child, status, f"{crashes} times in a row"))
             self._announce(f"{child.role} ended ({describe_status(status)}); starting it again in {delay_s:.1f} s")
             await asyncio.sleep(delay_s)
             if child.role in self._leaving:
@@ -127,15 +132,16 @@ class Supervisor:
             child.signal(signal.SIGKILL)
         status = await waits[0]
         if status != 0 and not killed:
-            self._announce(_obituary(child, status, "while stopping"))
+            self._announce(self._obituary(child, status, "while stopping"))
         return status == 0
 
-    def _tails(self) -> str:
-        return "\n".join(_tail(child) for child in self.children)
+    def _obituary(self, child: Child, status: int, when: str) -> str:
+        return f"{child.role} ended {when} ({describe_status(status)}){self._tails([child])}"
 
-
-def _obituary(child: Child, status: int, when: str) -> str:
-    return f"{child.role} ended {when} ({describe_status(status)})\n{_tail(child)}"
+    def _tails(self, children: Sequence[Child]) -> str:
+        """The last lines of `children`, unless they have been seen: then only who said nothing at all."""
+        unseen = [child for child in children if not (self._lines_shown and any(child.tail))]
+        return "".join(f"\n{_tail(child)}" for child in unseen)
 
 
 def _tail(child: Child) -> str:

@@ -39,11 +39,13 @@ class Rig:
         self.up = asyncio.Event()
         self.started: list[Supervisor] = []
 
-    async def start(self, **scripts: str) -> Supervisor:
+    async def start(self, *, lines_shown: bool = False, **scripts: str) -> Supervisor:
         specs = [
             ChildSpec(role, ("-c", script), {"LOG": str(self.log), "ROLE": role}) for role, script in scripts.items()
         ]
-        supervisor = Supervisor(specs, max_crashes=3, announce=self.said.append, on_line=self._line)
+        supervisor = Supervisor(
+            specs, max_crashes=3, announce=self.said.append, on_line=self._line, lines_shown=lines_shown
+        )
         self.started.append(supervisor)
         await supervisor.start()
         return supervisor
@@ -85,6 +87,17 @@ async def test_an_end_before_readiness_names_the_culprit(rig: Rig) -> None:
     supervisor = await rig.start(good=SERVE, bad="import sys; print('no memory', file=sys.stderr); sys.exit(3)")
     with pytest.raises(ServeError, match=r"bad ended before it was ready \(exit status 3\)\n.*\n  no memory"):
         await supervisor.wait_ready(never, 10)
+
+
+async def test_lines_that_were_shown_are_not_repeated(rig: Rig) -> None:
+    async def never() -> str | None:
+        return "nothing"
+
+    supervisor = await rig.start(lines_shown=True, bad="print('no memory'); raise SystemExit(3)")
+    with pytest.raises(ServeError) as caught:
+        await supervisor.wait_ready(never, 10)
+    assert str(caught.value) == "bad ended before it was ready (exit status 3)"
+    assert rig.lines == [("bad", "no memory")]
 
 
 async def test_readiness_has_a_deadline_and_says_what_is_missing(rig: Rig) -> None:
