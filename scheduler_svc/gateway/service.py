@@ -103,6 +103,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         _check_deadline(deadline)
         generation = validation.check_generate(request, self.limits())
         request_id = generation.request_id or f"gen-{secrets.token_hex(12)}"
+        await self._registry.wait_for_id(_TENANT, request_id)
         with self._registry.enter(_TENANT, request_id) as call:
             prompt_ids = await self._encode(request)
             max_tokens = validation.resolve_max_tokens(generation, len(prompt_ids), self.limits().max_model_len)
@@ -220,6 +221,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             else:
                 await self._next_news_of_output(stream)
         await self._wait_for_bill(stream)
+        call.finish()  # who has read Finished may use the id again
         await call.write(context, pb.GenerateResponse(finished=finished(stream)))
         clock.finished()
         cached = stream.bill.cached_tokens if stream.bill is not None else 0

@@ -17,12 +17,14 @@ from pagemill import columns
 from pagemill.engine.v1 import frontend_pb2 as wire
 from pagemill.errors import Reason
 from pagemill.v1 import inference_pb2 as pb
-from pagemill.v1 import model_pb2
+from pagemill.v1 import inference_pb2_grpc, model_pb2
 from tests.integration.gateway_fixture import (
     DEADLINE_S,
     MAX_MODEL_LEN,
+    FakeStream,
     Rig,
     collect,
+    connect,
     emit,
     reason_of,
     rest_of,
@@ -174,19 +176,66 @@ async def test_b16_an_id_that_is_alive_is_refused_and_the_first_call_goes_on(rig
     assert rest[-1].finished.reason == pb.FINISH_REASON_CANCELLED
 
 
-async def test_b17_an_id_may_be_used_again_right_after_a_cancel(rig: Rig) -> None:
+async def _until_cancelled(stream: FakeStream) -> None:
+    """A token, and an end that comes late."""
+    stream.accept()
+    stream.tokens([65])
+    await stream.cancelled.wait()
+    await asyncio.sleep(0.02)
+    stream.end(wire.END_REASON_CANCELLED)
+
+
+@pytest.mark.parametrize("how", ["Cancel", "own", "own, another connection"])
+async def test_b17_an_id_may_be_used_again_right_after_a_cancel(rig: Rig, how: str) -> None:
+    other = connect(rig.gateway.port)
+    stub = inference_pb2_grpc.InferenceServiceStub(other if "another" in how else rig.channel)  # type: ignore[no-untyped-call]
+    second = pb.GenerateRequest(text="y", request_id="again")
+    second.stopping.max_tokens = 6
     for i in range(100):
-        rig.scheduler.script = emit([65])
-        call = rig.api.Generate(pb.GenerateRequest(text="x", request_id="again"), timeout=DEADLINE_S)
-        await call.read()
-        call.cancel()
-        await until(lambda: len(rig.gateway.registry) == 0)
+        rig.scheduler.script = _until_cancelled
+        first = rig.api.Generate(pb.GenerateRequest(text="x", request_id="again"), timeout=DEADLINE_S)
+        await first.read()
         rig.scheduler.script = emit([*b"second"])
-        second = pb.GenerateRequest(text="y", request_id="again")
-        second.stopping.max_tokens = 6
-        assert (await rig.generate(second)).text == "second", i
+        if how == "Cancel":
+            assert (await rig.api.Cancel(pb.CancelRequest(request_id="again"))).cancelled
+        else:
+            first.cancel()
+        assert (await collect(stub.Generate(second, timeout=DEADLINE_S))).text == "second", i
+        if how == "Cancel":
+            assert (await rest_of(first))[-1].finished.reason == pb.FINISH_REASON_CANCELLED
+    await other.close()
+    await until(lambda: len(rig.gateway.registry) == 0)
     numbers = [s.stream for s in rig.scheduler.submits]
-    assert len(set(numbers)) == len(numbers)
+    assert len(set(numbers)) == len(numbers) == 200
+
+
+async def test_b17_the_late_end_of_a_cancelled_call_leaves_the_id_with_the_new_one(rig: Rig) -> None:
+    rig.scheduler.script = _until_cancelled
+    made = pb.GenerateRequest(text="x", request_id="again")
+    first = rig.api.Generate(made, timeout=DEADLINE_S)
+    await first.read()
+    assert (await rig.api.Cancel(pb.CancelRequest(request_id="again"))).cancelled
+    second = rig.api.Generate(made, timeout=DEADLINE_S)
+    await second.read()
+    await rest_of(first)
+    await until(lambda: len(rig.gateway.registry) == 1)
+    assert reason_of(await refusal(rig.api.Generate(made))) is Reason.DUPLICATE_REQUEST_ID
+    assert (await rig.api.Cancel(pb.CancelRequest(request_id="again"))).cancelled
+    assert (await rest_of(second))[-1].finished.reason == pb.FINISH_REASON_CANCELLED
+
+
+async def test_b17_a_cancellation_that_arrives_after_the_new_call_still_frees_the_id(rig: Rig) -> None:
+    """gRPC may tell the gateway of the new call first."""
+    rig.scheduler.script = _until_cancelled
+    first = rig.api.Generate(pb.GenerateRequest(text="x", request_id="again"), timeout=DEADLINE_S)
+    await first.read()
+    rig.scheduler.script = emit([*b"second"])
+    second = pb.GenerateRequest(text="y", request_id="again")
+    second.stopping.max_tokens = 6
+    answer = asyncio.create_task(rig.generate(second))
+    await asyncio.sleep(0.05)  # the new call has arrived
+    first.cancel()
+    assert (await answer).text == "second"
 
 
 async def test_b18_fields_of_the_internal_protocol_change_nothing(rig: Rig) -> None:
