@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a gateway until SIGTERM or SIGINT; exit status 0 after a drain, 1 with one line when it cannot serve."""
+    """Run a gateway until SIGTERM or SIGINT; the exit status: 0 drained, 1 cannot serve, 2 an option cannot be used."""
     settings = load(GatewaySettings, list(sys.argv[1:] if argv is None else argv))
     if settings.die_with_parent:
         die_with_parent(signal.SIGTERM)
@@ -41,16 +41,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         asyncio.run(_run(settings))
     except SchedulerRejectedError as error:
         return _give_up(f"the scheduler refused this gateway: {error}")
-    except (ModelFileError, UnsupportedTokenizerError, TemplateCompileError, EndpointError, OSError) as error:
+    except EndpointError as error:
+        return _give_up(str(error), status=2)
+    except (ModelFileError, UnsupportedTokenizerError, TemplateCompileError, OSError) as error:
         return _give_up(str(error))
     finally:
         listener.stop()
     return 0
 
 
-def _give_up(line: str) -> int:
+def _give_up(line: str, status: int = 1) -> int:
     sys.stderr.write(f"{GatewaySettings.prog}: {line}\n")
-    return 1
+    return status
 
 
 async def _run(settings: GatewaySettings) -> None:
@@ -58,7 +60,7 @@ async def _run(settings: GatewaySettings) -> None:
     gateway = Gateway(settings, info, tokenizer.load(info), _connect(settings), _identity(info))
     stopping = _stop_on_signals()
     if settings.metrics_port:
-        start_http_server(settings.metrics_port, settings.metrics_host, gateway.metrics.registry)
+        _serve_metrics(settings, gateway)
     await gateway.start()
     serving = asyncio.create_task(gateway.run())
     waiting = asyncio.create_task(stopping.wait())
@@ -70,6 +72,15 @@ async def _run(settings: GatewaySettings) -> None:
     else:
         await gateway.drain()
         serving.cancel()
+
+
+def _serve_metrics(settings: GatewaySettings, gateway: Gateway) -> None:
+    try:
+        start_http_server(settings.metrics_port, settings.metrics_host, gateway.metrics.registry)
+    except OSError as error:
+        where = f"{settings.metrics_host}:{settings.metrics_port}"
+        line = f"metrics cannot listen on {where} (--metrics-host, --metrics-port): {error.strerror}"
+        raise EndpointError(line) from error
 
 
 def _connect(settings: GatewaySettings) -> AsyncPeer:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from dataclasses import dataclass, field
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from pagemill.endpoints import EndpointError
 from pagemill.errors import PagemillError, Reason
 from pagemill.logs import kv
 from pagemill.model_files import ModelInfo
@@ -72,7 +74,7 @@ class Gateway:
     """Port that gRPC is served on, once started."""
 
     async def start(self) -> None:
-        """Serve. Raises TemplateCompileError, or OSError when the port cannot be had."""
+        """Serve. Raises TemplateCompileError, or EndpointError when the port cannot be had."""
         model = ServedModel(
             self.settings.model_name or self.info.name,
             self.info,
@@ -147,10 +149,14 @@ class Gateway:
             _add_reflection(server)
         host = self.settings.host
         address = f"[{host}]" if ":" in host and not host.startswith("[") else host
+        where = f"{address}:{self.settings.port}"
+        reason = why_not_bindable(host.strip("[]"), self.settings.port)  # gRPC would log a line of its own
+        if reason is not None:
+            raise EndpointError(f"gRPC cannot listen on {where} (--host, --port): {reason}")
         try:
-            self.port = server.add_insecure_port(f"{address}:{self.settings.port}")
+            self.port = server.add_insecure_port(where)
         except RuntimeError as error:
-            raise OSError(f"cannot serve on {address}:{self.settings.port}: is the port taken?") from error
+            raise EndpointError(f"gRPC cannot listen on {where} (--host, --port)") from error
         return server
 
     def _on_ready(self, ready: bool) -> None:
@@ -170,6 +176,25 @@ class Gateway:
             cut = self.registry.cut_slow(self.settings.slow_client_timeout_s)
             if cut:
                 _log.warning("slow clients cut", extra=kv(calls=cut))
+
+
+def why_not_bindable(host: str, port: int) -> str | None:
+    """What the system says if none of the host's addresses can be bound; None if one can, now."""
+    reason = None
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        return error.strerror
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError as error:
+            reason = error.strerror or str(error)
+        else:
+            return None
+    return reason
 
 
 def _add_reflection(server: grpc.aio.Server) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -181,18 +182,19 @@ def test_bad_options_end_with_one_clear_line(options: list[str], says: str) -> N
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(("option", "what"), [("port", "gRPC"), ("metrics-port", "metrics")])
 @pytest.mark.model
-def test_a_taken_port_ends_with_one_clear_line(socket_dir: Path) -> None:
-    import socket  # noqa: PLC0415
-
+def test_a_taken_port_ends_with_one_clear_line(socket_dir: Path, option: str, what: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        argv = command(
-            "--model", str(find_demo_model()), "--scheduler-endpoint", f"ipc://{socket_dir}/g.sock", port=port
-        )
+        options = ("--model", str(find_demo_model()), "--scheduler-endpoint", f"ipc://{socket_dir}/g.sock")
+        argv = command(*options, f"--{option}", str(port))
         done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    assert "is the port taken?" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    host = option.replace("port", "host")
+    assert line == (
+        f"pagemill gateway: {what} cannot listen on 127.0.0.1:{port} (--{host}, --{option}): Address already in use"
+    )
