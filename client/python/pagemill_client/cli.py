@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from dataclasses import dataclass
 
@@ -33,10 +34,26 @@ ROLES = {
     "executor": Command("executor_svc", "one role: runs the model, owns KV memory"),
 }
 
+_CLOSED_PIPE_STATUS = 128 + signal.SIGPIPE
+
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand; returns the exit status. 2: the command line is wrong; 130: interrupted."""
+    """Run one subcommand; returns the exit status. 2: the command line is wrong; 130: interrupted; 141: nobody reads
+    the output any more (as `| head` ends), which is no failure to complain about.
+    """
     args = sys.argv[1:] if argv is None else argv
+    try:
+        try:
+            return _dispatch(args)
+        finally:
+            sys.stdout.flush()  # here, where the error of a closed pipe can still be caught
+    except BrokenPipeError:
+        # The interpreter flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _CLOSED_PIPE_STATUS
+
+
+def _dispatch(args: list[str]) -> int:
     name = args[0] if args else "--help"
     if name in ROLES:
         os.execv(sys.executable, [sys.executable, "-m", ROLES[name].module, *args[1:]])  # noqa: S606 (our own module)

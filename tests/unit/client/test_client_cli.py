@@ -252,3 +252,22 @@ async def test_bench_refuses_a_broken_workload(
     path.write_text(content)
     assert await pagemill("bench", "--target", gateway.target, "--workload", str(path)) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["serve", "--help"], ["--help"]])
+def test_a_reader_that_goes_away_is_no_traceback(argv: list[str]) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pagemill_client.cli", *argv],
+            stdout=write_end,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        os.close(write_end)
+    assert done.stderr == ""
+    assert done.returncode == 141
