@@ -88,6 +88,12 @@ def load(settings_type: type[S], argv: list[str]) -> S:
         raise AssertionError from error
 
 
+def file_keys(path: Path) -> set[str]:
+    """The top-level keys of a --config file, known or not."""
+    kind = TomlConfigSettingsSource if path.suffix == ".toml" else YamlConfigSettingsSource
+    return set(kind(ServiceSettings, path).init_kwargs)
+
+
 def _check_protobuf(settings_type: type[ServiceSettings]) -> None:
     """Refuse a protobuf without its C parser, to which it falls back silently.
 

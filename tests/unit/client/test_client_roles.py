@@ -91,6 +91,23 @@ def test_an_executor_follows_a_tcp_endpoint_of_the_scheduler(tmp_path: Path) -> 
     assert executor[-2:] == ("--scheduler-endpoint", "tcp://127.0.0.1:5999")
 
 
+@pytest.mark.parametrize(
+    ("name", "text"), [("c.toml", "watermark = 0.2\nwater_mark = 0.1\n"), ("c.yaml", "watermark: 0.2\nwater_mark: 1\n")]
+)
+def test_a_key_of_the_file_that_nobody_knows_is_refused(
+    name: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "m.gguf").touch()
+    (tmp_path / name).write_text(text)
+    argv = ["--model", str(tmp_path / "m.gguf"), "--port=0", "--config", str(tmp_path / name)]
+    assert serve.main(argv) == 2
+    assert capsys.readouterr().err == (
+        f"pagemill serve: --config {tmp_path / name}: neither serve nor a role has the option 'water_mark'\n"
+    )
+    (tmp_path / name).write_text(text.splitlines()[0])
+    assert serve.plan(argv, tmp_path).settings.config == tmp_path / name
+
+
 def test_what_a_role_would_refuse_is_refused_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
