@@ -325,9 +325,25 @@ async def test_b28_a_prompt_of_the_context_limit(rig: Rig) -> None:
     assert (answer.text, answer.finished.reason) == ("a", pb.FINISH_REASON_LENGTH)
 
 
-async def test_messages_beyond_8_mib_are_refused_by_the_transport(rig: Rig) -> None:
-    error = await refusal(rig.api.Generate(pb.GenerateRequest(text="x" * (9 * 1024 * 1024))))
-    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+@pytest.mark.parametrize(
+    ("body", "metadata", "method", "code"),
+    [
+        (b"x" * (8 * 1024 * 1024 + 1), (), "Generate", grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (b"", (("name", "x" * 17 * 1024),), "Generate", grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (b"", (), "NoSuchMethod", grpc.StatusCode.UNIMPLEMENTED),
+    ],
+    ids=["message", "metadata", "method"],
+)
+async def test_what_the_transport_refuses_has_no_details(
+    rig: Rig, body: bytes, metadata: Any, method: str, code: grpc.StatusCode
+) -> None:
+    """As docs/errors.md says."""
+    call = rig.channel.unary_stream(f"/pagemill.v1.InferenceService/{method}")
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call(body, timeout=DEADLINE_S, metadata=metadata).read()
+    assert error.value.code() is code
+    assert reason_of(error.value) is None
+    assert rig.scheduler.submits == []
 
 
 # ---- unicode ----
