@@ -7,9 +7,9 @@ import socket
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from pagemill.endpoints import EXECUTORS_SOCKET, default_endpoint
+from pagemill.endpoints import EXECUTORS_SOCKET, check_host, default_endpoint
 from pagemill.settings import ServiceSettings
 
 
@@ -28,7 +28,10 @@ class ExecutorSettings(ServiceSettings):
         default_factory=lambda: default_endpoint(EXECUTORS_SOCKET),
         description="where the scheduler takes executors: ipc://PATH or tcp://HOST:PORT",
     )
-    insecure: bool = Field(default=False, description="allow tcp:// although it is neither encrypted nor authenticated")
+    insecure: bool = Field(
+        default=False,
+        description="allow what is neither encrypted nor authenticated: a tcp:// endpoint, metrics beyond loopback",
+    )
     name: str = Field(
         default_factory=_default_name,
         description="name of this executor in logs and metrics; visible ASCII without '/'",
@@ -68,3 +71,8 @@ class ExecutorSettings(ServiceSettings):
         default=True, description="exit when the scheduler refuses this executor; otherwise ask again every 5 seconds"
     )
     die_with_parent: bool = Field(default=False, description="end when the process that started this one ends")
+
+    @model_validator(mode="after")
+    def _plaintext_stays_at_home(self) -> ExecutorSettings:
+        check_host(self.metrics_host, "--metrics-host", insecure=self.insecure)
+        return self

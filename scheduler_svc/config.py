@@ -40,7 +40,8 @@ class SchedulerSettings(ServiceSettings):
         description="ipc://PATH or tcp://HOST:PORT (conventionally port 5561) to bind for executors",
     )
     insecure: bool = Field(
-        default=False, description="allow tcp:// endpoints, which are neither encrypted nor authenticated yet"
+        default=False,
+        description="allow what is neither encrypted nor authenticated: tcp:// endpoints, metrics beyond loopback",
     )
 
     max_num_batched_tokens: int = Field(
@@ -128,6 +129,7 @@ class SchedulerSettings(ServiceSettings):
     def _check(self) -> SchedulerSettings:
         endpoints.parse(self.gateway_endpoint, insecure=self.insecure)
         endpoints.parse(self.executor_endpoint, insecure=self.insecure)
+        endpoints.check_host(self.metrics_host, "--metrics-host", insecure=self.insecure)
         check_config(self.core())
         if self.heartbeat_ms * 2 > self.lease_ms:
             raise ValueError(f"heartbeat_ms = {self.heartbeat_ms} must be at most half of lease_ms = {self.lease_ms}")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 from pathlib import Path
 from typing import ClassVar
 
 from pydantic import Field, model_validator
 
-from pagemill.endpoints import GATEWAYS_SOCKET, default_endpoint
+from pagemill.endpoints import GATEWAYS_SOCKET, check_host, default_endpoint
 from pagemill.settings import ServiceSettings
 
 
@@ -54,17 +53,6 @@ class GatewaySettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _plaintext_stays_at_home(self) -> GatewaySettings:
-        for host, flag in ((self.host, "--host"), (self.metrics_host, "--metrics-host")):
-            if not self.insecure and not is_loopback(host):
-                raise ValueError(f"{flag} {host} is not a loopback address: without TLS that needs --insecure")
+        check_host(self.host, "--host", insecure=self.insecure)
+        check_host(self.metrics_host, "--metrics-host", insecure=self.insecure)
         return self
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address can be reached from this machine only. Names other than localhost count as public."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

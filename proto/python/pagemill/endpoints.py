@@ -2,12 +2,14 @@
 
 `ipc://PATH` is the default: a socket file in a directory that only its owner may write to. `tcp://HOST:PORT` is
 plaintext and unauthenticated until CURVE exists, so it needs an explicit `insecure`, and never binds every interface.
+`check_host` holds the addresses of other listeners (gRPC, metrics) to the same word.
 Everything wrong raises `EndpointError` with one line for the operator.
 """
 
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import os
 import socket
 import stat
@@ -70,6 +72,22 @@ def _parse_tcp(text: str, rest: str, insecure: bool) -> Endpoint:
     if not insecure:
         raise EndpointError(f"endpoint {text!r}: tcp is neither encrypted nor authenticated; allow it with --insecure")
     return Endpoint(text, host=host, port=port)
+
+
+def check_host(host: str, option: str, *, insecure: bool) -> None:
+    """Raise EndpointError, naming the `option`, if plaintext would be served beyond this machine unasked."""
+    if not insecure and not is_loopback(host):
+        raise EndpointError(f"{option} {host!r} is not a loopback address: without TLS that needs --insecure")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address can be reached from this machine only. Names other than localhost count as public."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def bind_address(endpoint: Endpoint) -> str:

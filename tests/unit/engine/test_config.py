@@ -37,6 +37,7 @@ def test_flags_environment_and_file(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     [
         (["--gateway-endpoint", "tcp://127.0.0.1:5560"], "--insecure"),
         (["--executor-endpoint", "tcp://0.0.0.0:5561", "--insecure"], "one address"),
+        (["--metrics-host", "0.0.0.0"], "--metrics-host '0.0.0.0' is not a loopback address"),
         (["--lease-ms", "100"], "heartbeat_ms"),
         (["--max-num-seqs", "0"], "--max-num-seqs"),
         (["--queue-policy", "lifo"], "--queue-policy"),
@@ -51,3 +52,10 @@ def test_what_cannot_be_is_one_clear_line(argv: list[str], line: str, capsys: py
     assert error.startswith("pagemill scheduler: ")
     assert line in error
     assert error.count("\n") == 1
+
+
+def test_metrics_beyond_loopback_are_served_when_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load(SchedulerSettings, ["--metrics-host", "10.0.0.1", "--insecure"]).metrics_host == "10.0.0.1"
+    monkeypatch.setenv("PAGEMILL_INSECURE", "true")
+    monkeypatch.setenv("PAGEMILL_METRICS_HOST", "0.0.0.0")
+    assert load(SchedulerSettings, []).metrics_host == "0.0.0.0"

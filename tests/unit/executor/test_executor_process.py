@@ -192,6 +192,18 @@ def test_wrong_options_name_the_flag(
     assert stderr.count("\n") == 1
 
 
+def test_metrics_beyond_loopback_need_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", "m", "--metrics-host", "0.0.0.0"]
+    with pytest.raises(SystemExit) as caught:
+        load(ExecutorSettings, options)
+    assert caught.value.code == 2
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("pagemill executor: --metrics-host '0.0.0.0' is not a loopback address")
+    assert stderr.endswith("needs --insecure\n")
+    assert stderr.count("\n") == 1
+    assert load(ExecutorSettings, [*options, "--insecure"]).metrics_host == "0.0.0.0"
+
+
 def test_defaults_are_valid() -> None:
     settings = load(ExecutorSettings, ["--model", "m"])
     assert settings.model == Path("m")

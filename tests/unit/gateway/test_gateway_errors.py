@@ -7,7 +7,6 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 from pagemill.errors import HTTP_STATUS_OF, PUSHBACK_KEY, STATUS_OF, PagemillError, Reason, Status, invalid, unsupported
-from scheduler_svc.gateway.config import is_loopback
 from scheduler_svc.gateway.status import DETAILS_KEY, grpc_code, hide, trailers
 
 
@@ -49,12 +48,3 @@ def test_s26_a_hidden_exception_tells_nothing() -> None:
     assert error.reason is Reason.INTERNAL
     assert "secret" not in error.message
     assert "ValueError" not in error.message
-
-
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [("127.0.0.1", True), ("::1", True), ("[::1]", True), ("localhost", True), ("127.8.8.8", True)]
-    + [(h, False) for h in ("0.0.0.0", "::", "10.0.0.1", "example.org", "", "localhost.example.org")],
-)
-def test_s12_only_loopback_addresses_are_loopback(host: str, expected: bool) -> None:
-    assert is_loopback(host) is expected

@@ -39,6 +39,21 @@ def test_tcp_needs_host_and_port(text: str) -> None:
         endpoints.parse(text, insecure=True)
 
 
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("::1", True), ("[::1]", True), ("localhost", True), ("127.8.8.8", True)]
+    + [(h, False) for h in ("0.0.0.0", "::", "10.0.0.1", "example.org", "", "localhost.example.org")],
+)
+def test_s12_only_loopback_addresses_are_loopback(host: str, expected: bool) -> None:
+    assert endpoints.is_loopback(host) is expected
+    endpoints.check_host(host, "--host", insecure=True)
+    if expected:
+        endpoints.check_host(host, "--host", insecure=False)
+    else:
+        with pytest.raises(EndpointError, match=r"^--host .* needs --insecure$"):
+            endpoints.check_host(host, "--host", insecure=False)
+
+
 def test_names_are_resolved_for_binding() -> None:
     address = endpoints.bind_address(endpoints.parse("tcp://localhost:0", insecure=True))
     assert address in ("tcp://127.0.0.1:*", "tcp://[::1]:*")
