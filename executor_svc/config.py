@@ -37,12 +37,15 @@ class ExecutorSettings(ServiceSettings):
         description="name of this executor in logs and metrics; visible ASCII without '/'",
         pattern=r"^[!-.0-~]{1,128}$",
     )
-    device: Literal["cpu"] = Field(default="cpu", description="cpu (GPUs are not supported yet)")
+    device: Literal["cpu"] = Field(default="cpu", description="where the model runs; cpu is the only choice so far")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto",
         description="type of weights and activations; auto: bfloat16 where this CPU computes it natively",
     )
-    kv_dtype: Literal["auto"] = Field(default="auto", description="type of keys and values; auto: as dtype")
+    kv_dtype: Literal["auto"] = Field(
+        default="auto",
+        description="type of keys and values; auto, the type that --dtype gives, is the only choice so far",
+    )
     attention_backend: str = Field(default="auto", description="attention backend; auto: the best that works here")
     num_threads: int = Field(default=0, ge=0, le=1024, description="compute threads; 0: one per usable core")
     block_size: int = Field(default=16, ge=1, le=1024, description="token positions per KV block")

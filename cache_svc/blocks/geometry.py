@@ -1,4 +1,4 @@
-"""How token positions map to blocks and slots. Pure arithmetic; the executor uses it too."""
+"""How token positions map to blocks and slots. Pure arithmetic, which an executor may use too."""
 
 from __future__ import annotations
 

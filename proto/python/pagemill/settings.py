@@ -1,8 +1,9 @@
 """How every Pagemill process reads its options: flags over environment over a config file over defaults.
 
 Each option of a settings class is a ``--kebab-case`` flag, a ``PAGEMILL_SNAKE_CASE`` variable and a key of the YAML
-or TOML file named by ``--config``. Keys that a class does not know are refused on the command line and in a file
-section of its own, and ignored in the environment (one environment serves all processes).
+or TOML file named by ``--config``. What a class does not know is refused on the command line, and ignored in the
+environment and in the file, since one environment or file may serve all processes. `pagemill serve`, which starts all
+of them, refuses a key of the file that none of them knows.
 """
 
 from __future__ import annotations
