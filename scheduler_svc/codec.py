@@ -251,7 +251,7 @@ _REFUSAL: dict[RefusalReason, fe.StreamError] = {
 }
 
 
-def encode_ended(stream: int, event: FinishedEvent) -> fe.StreamEnded:
+def encode_ended(stream: int, event: FinishedEvent, retry_after_ms: int | None = None) -> fe.StreamEnded:
     """How a stream ended: a reason, or an error with a text of the catalogue above."""
     error, text = _ERROR.get(event.reason, (fe.STREAM_ERROR_UNSPECIFIED, ""))
     return fe.StreamEnded(
@@ -264,6 +264,7 @@ def encode_ended(stream: int, event: FinishedEvent) -> fe.StreamEnded:
         queue_ms=max(0, min(MAX_COUNT, round(event.queue_s * 1000))),
         computed_tokens=event.num_computed_tokens,
         num_preemptions=event.num_preemptions,
+        retry_after_ms=retry_after_ms,
     )
 
 

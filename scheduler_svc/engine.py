@@ -239,7 +239,9 @@ class Engine:
         elif not self._grace_spent and self._is_grace_over(now):
             self._grace_spent = True
             text = self._no_executor_text()
-            ended = self.gateways.end_streams(now, pb.STREAM_ERROR_NO_EXECUTOR, text, only_silent=True)
+            ended = self.gateways.end_streams(
+                now, pb.STREAM_ERROR_NO_EXECUTOR, text, only_silent=True, retry_after_ms=_UNKNOWN_RETRY_MS
+            )
             log.warning("no executor", extra=kv(grace_s=self._config.no_executor_grace_s, refused=ended))
 
     def retry_after_ms(self) -> int:
@@ -301,7 +303,9 @@ class Engine:
 
     def _finish(self, now: float) -> None:
         """Every stream has its end before the links are closed."""
-        left = self.gateways.end_streams(now, pb.STREAM_ERROR_DRAINING, "the scheduler is shutting down")
+        left = self.gateways.end_streams(
+            now, pb.STREAM_ERROR_DRAINING, "the scheduler is shutting down", retry_after_ms=_UNKNOWN_RETRY_MS
+        )
         self.gateways.flush(now)
         self.gateways.goodbye("the scheduler is shutting down")
         self.executors.goodbye("the scheduler is shutting down")

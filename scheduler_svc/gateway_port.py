@@ -17,7 +17,7 @@ from pagemill.links import HubLink, PeerId, SendOutcome
 from pagemill.logs import REQUEST_ID, SEQ_ID, kv
 from scheduler_svc.codec import WireError, decode_cancel, decode_submit, encode_ended, encode_refusal
 from scheduler_svc.config import EngineConfig
-from scheduler_svc.core.events import Event, FinishedEvent, RefusalReason, TokensEvent
+from scheduler_svc.core.events import Event, FinishedEvent, FinishReason, RefusalReason, TokensEvent
 from scheduler_svc.core.params import SeqId
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.counters import EngineCounters
@@ -215,7 +215,8 @@ class GatewayPort:
         stream = self._forget(session, event.seq_id)
         if stream is not None:
             self._counters.outcomes[event.reason.value] += 1
-            session.endings.append(encode_ended(stream, event))
+            in_queue = event.reason is FinishReason.QUEUE_TIMEOUT
+            session.endings.append(encode_ended(stream, event, self._front.retry_after_ms() if in_queue else None))
 
     def _forget(self, session: GatewaySession, seq_id: SeqId) -> int | None:
         stream = session.stream_of.pop(seq_id, None)
@@ -224,7 +225,15 @@ class GatewayPort:
             session.silent.discard(seq_id)
         return stream
 
-    def end_streams(self, now: float, error: pb.StreamError, message: str, *, only_silent: bool = False) -> int:
+    def end_streams(
+        self,
+        now: float,
+        error: pb.StreamError,
+        message: str,
+        *,
+        only_silent: bool = False,
+        retry_after_ms: int | None = None,
+    ) -> int:
         """End all streams, or those without a token so far, with an error; returns how many."""
         num_ended = 0
         outcome = pb.StreamError.Name(error).removeprefix("STREAM_ERROR_").lower()
@@ -234,7 +243,9 @@ class GatewayPort:
                 if stream is None:
                     continue
                 self.deliver(self.core.cancel(seq_id, now))  # its own ending finds no stream any more
-                session.endings.append(pb.StreamEnded(stream=stream, error=error, message=message))
+                session.endings.append(
+                    pb.StreamEnded(stream=stream, error=error, message=message, retry_after_ms=retry_after_ms)
+                )
                 self._counters.outcomes[outcome] += 1
                 num_ended += 1
         return num_ended

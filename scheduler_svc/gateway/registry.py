@@ -17,6 +17,11 @@ _CANCEL_GRACE_S = 0.2
 of cancellations and of new calls in no fixed order, and none at all between two connections."""
 
 
+def draining() -> PagemillError:
+    """Why a gateway that goes down takes or keeps no call; another one, or its successor, may do so soon."""
+    return PagemillError(Reason.DRAINING, "the server is shutting down", retry_after_ms=1000)
+
+
 class Call:
     """One Generate call. `killed_by`: the error it is being ended with from outside."""
 
@@ -95,7 +100,7 @@ class Registry:
     def check_open(self) -> None:
         """Raise unless new calls are taken."""
         if self.draining:
-            raise PagemillError(Reason.DRAINING, "the server is shutting down")
+            raise draining()
         if len(self._calls) >= self._max_live:
             raise PagemillError(Reason.QUEUE_FULL, f"{self._max_live} requests are alive already", retry_after_ms=1000)
 

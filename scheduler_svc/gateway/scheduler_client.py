@@ -381,7 +381,8 @@ class SchedulerClient:
             return
         if ended.reason == wire.END_REASON_UNSPECIFIED:
             stream.bill = ended
-            stream.fail(_error(ended.error, ended.message, None))
+            retry_after_ms = ended.retry_after_ms if ended.HasField("retry_after_ms") else None
+            stream.fail(_error(ended.error, ended.message, retry_after_ms))
         elif ended.num_output_tokens > len(stream.output.token_ids) and not stream.is_over:
             self._lose_session("tokens are missing before an end")
         else:

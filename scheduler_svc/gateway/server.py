@@ -16,7 +16,6 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pagemill.endpoints import EndpointError
-from pagemill.errors import PagemillError, Reason
 from pagemill.logs import kv
 from pagemill.model_files import ModelInfo
 from pagemill.v1 import inference_pb2_grpc, model_pb2_grpc
@@ -25,7 +24,7 @@ from scheduler_svc.gateway.config import GatewaySettings
 from scheduler_svc.gateway.metrics import GatewayMetrics
 from scheduler_svc.gateway.models_service import ModelService
 from scheduler_svc.gateway.prompts import PromptEncoder
-from scheduler_svc.gateway.registry import Registry
+from scheduler_svc.gateway.registry import Registry, draining
 from scheduler_svc.gateway.scheduler_client import AsyncLink, Identity, SchedulerClient
 from scheduler_svc.gateway.service import InferenceService, ServedModel
 from scheduler_svc.gateway.status import ErrorInterceptor
@@ -115,7 +114,7 @@ class Gateway:
         self.registry.draining = True
         await self._health.set(READINESS_SERVICE, _NOT_SERVING)
         if not await self.registry.wait_empty(self.settings.drain_timeout_s):
-            self.registry.end_all(PagemillError(Reason.DRAINING, "the server is shutting down"))
+            self.registry.end_all(draining())
             await self.registry.wait_empty(_LAST_WORD_S)
         await self.stop(grace_s=_LAST_WORD_S)
 

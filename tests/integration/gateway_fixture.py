@@ -113,7 +113,13 @@ class FakeStream:
             )
         )
 
-    def end(self, reason: int = wire.END_REASON_LENGTH, error: int = 0, message: str = "") -> None:
+    def end(
+        self,
+        reason: int = wire.END_REASON_LENGTH,
+        error: int = 0,
+        message: str = "",
+        retry_after_ms: int | None = None,
+    ) -> None:
         self.scheduler.post(
             ended=wire.StreamEnded(
                 stream=self.stream,
@@ -123,6 +129,7 @@ class FakeStream:
                 num_output_tokens=self.sent,
                 queue_ms=7,
                 computed_tokens=len(self.prompt_ids),
+                retry_after_ms=retry_after_ms,
             )
         )
         self.scheduler.live.pop(self.stream, None)

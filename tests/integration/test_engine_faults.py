@@ -331,7 +331,7 @@ def test_work_queues_during_the_grace_and_is_refused_after_it() -> None:
     assert early.num_accepted == 1
     assert not early.is_over
     rig.pass_time(3)
-    assert early.ended.error == fe.STREAM_ERROR_NO_EXECUTOR
+    assert (early.ended.error, early.ended.retry_after_ms) == (fe.STREAM_ERROR_NO_EXECUTOR, 1000)
     late = gateway.submit([2])
     rig.turn(3)
     assert late.rejected.error == fe.STREAM_ERROR_NO_EXECUTOR
@@ -375,6 +375,22 @@ def test_full_queue_says_when_to_come_again() -> None:
     assert all(5_000 < answer.retry_after_ms <= 60_000 for answer in refused)
 
 
+def test_a_queue_timeout_says_when_to_come_again() -> None:
+    rig = LockstepRig(core=SchedulerConfig(max_num_seqs=1))
+    rig.add_executor(step_s=0.1)
+    gateway = rig.add_gateway()
+    rig.turn(3)
+    first = gateway.submit([1] * 50, max_tokens=300)
+    rig.until(lambda: len(first.ids) > 10)
+    others = [gateway.submit([1] * 100, max_tokens=100) for _ in range(5)]
+    impatient = gateway.submit([1] * 100, max_queue_ms=50)
+    rig.until(lambda: impatient.is_over)
+    assert impatient.ended.error == fe.STREAM_ERROR_QUEUE_TIMEOUT
+    # As above: the 500 tokens of the others still wait.
+    assert 5_000 < impatient.ended.retry_after_ms <= 60_000
+    assert not any(record.is_over for record in others)
+
+
 def test_deadlines_and_queue_limits() -> None:
     rig = LockstepRig(core=SchedulerConfig(max_num_seqs=1))
     executor = rig.add_executor(step_s=0.01)
@@ -391,6 +407,7 @@ def test_deadlines_and_queue_limits() -> None:
     assert past.rejected.error == fe.STREAM_ERROR_DEADLINE
     assert queued.ended.error == fe.STREAM_ERROR_QUEUE_TIMEOUT
     assert waiting.ended.error == fe.STREAM_ERROR_DEADLINE
+    assert not waiting.ended.HasField("retry_after_ms")
     assert running.ended.error == fe.STREAM_ERROR_DEADLINE
     assert 20 <= len(running.ids) <= 31
     assert executor.num_steps - steps < 31
@@ -492,7 +509,8 @@ def test_drain_ends_the_rest_at_its_limit_and_at_once_when_hurried() -> None:
             rig.engine.request_stop()
         rig.pass_time(2.5)
         assert rig.engine.phase is Phase.DONE
-        assert all(record.ended.error == fe.STREAM_ERROR_DRAINING for record in records)
+        ends = {(record.ended.error, record.ended.retry_after_ms) for record in records}
+        assert ends == {(fe.STREAM_ERROR_DRAINING, 1000)}
         assert gateway.errors == []
         assert rig.engine.run() == status
 

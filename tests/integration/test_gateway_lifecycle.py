@@ -219,6 +219,37 @@ async def test_refusals_of_the_scheduler_have_their_reason_and_retry_hint(
         await rig.probe()
 
 
+@pytest.mark.parametrize("retry_after_ms", [250, None])
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (wire.STREAM_ERROR_QUEUE_TIMEOUT, Reason.QUEUE_TIMEOUT),
+        (wire.STREAM_ERROR_NO_EXECUTOR, Reason.NO_EXECUTOR),
+        (wire.STREAM_ERROR_DRAINING, Reason.DRAINING),
+    ],
+)
+async def test_a_failed_end_has_the_retry_hint_of_the_scheduler(
+    error: int, reason: Reason, retry_after_ms: int | None
+) -> None:
+    async with running_gateway() as rig:
+
+        async def accept_and_fail(stream: FakeStream) -> None:
+            stream.accept()
+            stream.end(0, error, retry_after_ms=retry_after_ms)
+
+        rig.scheduler.script = accept_and_fail
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rig.generate(request())
+        assert reason_of(caught.value) is reason
+        assert _pushback(caught.value) == (retry_after_ms and str(retry_after_ms))
+
+
+def _pushback(error: grpc.aio.AioRpcError) -> Any:
+    """The trailer that tells when to retry, None without."""
+    trailing: Any = error.trailing_metadata()
+    return dict(trailing).get(PUSHBACK_KEY)
+
+
 def _eager_channel(port: int) -> Any:
     """Retries as the client library does, but soon and never throttled, which would hide what is looked for."""
     options = dict(channel_options(f"127.0.0.1:{port}"))
@@ -438,6 +469,7 @@ async def test_b91_drain_lets_streams_finish_refuses_new_ones_and_stops() -> Non
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await rig.generate(request())
         assert reason_of(error.value) is Reason.DRAINING
+        assert _pushback(error.value) == "1000"
         answers = await asyncio.gather(*running)
         assert all(len(a.token_ids) == 60 for a in answers)
         await asyncio.wait_for(drain, DEADLINE_S)
@@ -457,6 +489,7 @@ async def test_b91_streams_that_outlast_the_drain_get_a_terminal_status() -> Non
                 await call.read()
             assert error.value.code() is grpc.StatusCode.UNAVAILABLE
             assert reason_of(error.value) is Reason.DRAINING
+            assert _pushback(error.value) == "1000"
 
 
 # ---- sessions ----

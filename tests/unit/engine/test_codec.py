@@ -184,6 +184,7 @@ def test_every_end_has_a_reason_or_an_error(reason: FinishReason) -> None:
     assert bool(ended.message) == (ended.error != fe.STREAM_ERROR_UNSPECIFIED)
     assert (ended.stream, ended.num_output_tokens, ended.queue_ms, ended.computed_tokens) == (3, 4, 250, 5)
     assert (ended.cached_tokens, ended.num_preemptions) == (6, 7)
+    assert not ended.HasField("retry_after_ms")
 
 
 @pytest.mark.parametrize("reason", list(RefusalReason))

@@ -178,7 +178,7 @@ class TokenBatch(_message.Message):
     def __init__(self, streams: _Optional[bytes] = ..., counts: _Optional[bytes] = ..., first_index: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
 
 class StreamEnded(_message.Message):
-    __slots__ = ("stream", "reason", "error", "message", "num_output_tokens", "cached_tokens", "queue_ms", "computed_tokens", "num_preemptions", "swapped_bytes")
+    __slots__ = ("stream", "reason", "error", "message", "num_output_tokens", "cached_tokens", "queue_ms", "computed_tokens", "num_preemptions", "swapped_bytes", "retry_after_ms")
     STREAM_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
@@ -189,6 +189,7 @@ class StreamEnded(_message.Message):
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     SWAPPED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
     stream: int
     reason: EndReason
     error: StreamError
@@ -199,7 +200,8 @@ class StreamEnded(_message.Message):
     computed_tokens: int
     num_preemptions: int
     swapped_bytes: int
-    def __init__(self, stream: _Optional[int] = ..., reason: _Optional[_Union[EndReason, str]] = ..., error: _Optional[_Union[StreamError, str]] = ..., message: _Optional[str] = ..., num_output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., swapped_bytes: _Optional[int] = ...) -> None: ...
+    retry_after_ms: int
+    def __init__(self, stream: _Optional[int] = ..., reason: _Optional[_Union[EndReason, str]] = ..., error: _Optional[_Union[StreamError, str]] = ..., message: _Optional[str] = ..., num_output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., swapped_bytes: _Optional[int] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
 
 class SchedulerStatus(_message.Message):
     __slots__ = ("ready", "draining", "model_fingerprint", "max_model_len", "kv_capacity_tokens", "queue_requests", "queue_tokens", "running_requests", "num_executors")
