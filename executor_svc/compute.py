@@ -79,11 +79,11 @@ class ComputeThread:
         if not self._thread.is_alive():
             self._thread.start()
 
-    def call(self, function: Callable[[], T]) -> T:
-        """Runs `function` on the thread, waits for it and returns or raises what it did. Before plans only."""
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Runs `function` on the thread, before any plan; the future has what it returned or raised."""
         future: Future[T] = Future()
         self._inbox.put(_Call(function, future))
-        return future.result()
+        return future
 
     def attach(self, executor: StepExecutor, wake: Callable[[], None]) -> None:
         """Plans run on `executor`; `wake` is called from the thread after each outcome and at its end."""

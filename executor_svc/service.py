@@ -7,9 +7,11 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import Future, wait
 from functools import partial
 from logging.handlers import QueueListener
 from types import FrameType
+from typing import TypeVar
 
 from executor_svc.compute import ComputeThread
 from executor_svc.config import ExecutorSettings
@@ -18,9 +20,12 @@ from executor_svc.metrics import ExecutorMetrics
 from executor_svc.runner import PagedRunner
 from executor_svc.runner import load as load_runner
 from executor_svc.startup import WrongOptionError, check_model_len, prepare
-from executor_svc.worker import Exit, Worker, WorkerOptions
+from executor_svc.worker import HEARTBEAT_S, Exit, Worker, WorkerOptions
 from pagemill import logs
 from pagemill.endpoints import EndpointError
+from pagemill.engine.v1 import executor_pb2 as pb
+from pagemill.framing import Channel
+from pagemill.links import PeerLink
 from pagemill.logs import kv
 from pagemill.model_files import read_model_info
 from pagemill.zmq_links import EXECUTOR_BOUND, ZmqPeer, new_identity
@@ -29,6 +34,8 @@ log = logging.getLogger(__name__)
 
 _FORCED_EXIT_STATUS = 130
 _USAGE_STATUS = 2
+
+T = TypeVar("T")
 
 
 def serve(settings: ExecutorSettings, started: float) -> int:
@@ -60,7 +67,8 @@ def _serve(settings: ExecutorSettings, started: float) -> int:
     metrics = ExecutorMetrics()
     if settings.metrics_port:
         _serve_metrics(metrics, settings)
-    # Connected before the long part, so that a wrong endpoint fails at once; the hello waits until we are ready.
+    # Connected before the long part, so that a wrong endpoint fails at once; until the hello the scheduler hears
+    # heartbeats only.
     link = ZmqPeer(
         settings.scheduler_endpoint,
         new_identity("executor", settings.name),
@@ -73,10 +81,10 @@ def _serve(settings: ExecutorSettings, started: float) -> int:
     )
     compute = ComputeThread()
     compute.start()
-    runner = compute.call(partial(_load, settings))
+    runner = _beating(link, pb.EXECUTOR_STATE_LOADING, compute.call(partial(_load, settings)))
     phases["load"] = time.monotonic() - started - sum(phases.values())
     log.info("warming up", extra=kv(load_s=phases["load"], weight_bytes=runner.weight_bytes))
-    ready = compute.call(partial(prepare, runner, settings))
+    ready = _beating(link, pb.EXECUTOR_STATE_WARMING, compute.call(partial(prepare, runner, settings)))
     phases["warm_up"] = time.monotonic() - started - sum(phases.values())
     options = WorkerOptions(lease_s=settings.lease_ms / 1000, exit_after_reject=settings.exit_after_reject)
     worker = Worker(link, ready.hello, ready.executor, ready.limits, metrics=metrics, compute=compute, options=options)
@@ -96,6 +104,16 @@ def _serve(settings: ExecutorSettings, started: float) -> int:
         ),
     )
     return worker.run().value
+
+
+def _beating(link: PeerLink, state: pb.ExecutorState, work: Future[T]) -> T:
+    """The result of `work`; while it takes its time the scheduler hears what the executor is doing."""
+    started = time.monotonic()
+    channel = Channel(pb.ExecutorEnvelope)
+    while not wait([work], HEARTBEAT_S).done:
+        since_ms = int((time.monotonic() - started) * 1000)
+        link.send(channel.pack(heartbeat=pb.Heartbeat(state=state, since_ms=since_ms)))
+    return work.result()
 
 
 def _serve_metrics(metrics: ExecutorMetrics, settings: ExecutorSettings) -> None:

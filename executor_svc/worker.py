@@ -113,6 +113,7 @@ class Worker:
     def stop(self) -> None:
         """Finish the running step, take leave, return from `run`."""
         self._stopping = True
+        self._compute.begin(0)  # at once: a plan that waits must not start because the loop comes to it late
         self._wake()
 
     def run(self) -> Exit:

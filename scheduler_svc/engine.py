@@ -116,17 +116,25 @@ class Engine:
         num_results = self._read(self._executor_hub, self.executors.handle, now)
         num_messages = self._read(self._gateway_hub, self.gateways.handle, now)
         sent = self._advance(now)
+        try:
+            self._keep_up(now, sent, all_read=max(num_results, num_messages) < FRAMES_PER_ROUND)
+        except Exception:
+            self._contain("round", now, is_core=True)
+            if self._num_stops > 1:  # hurried: nothing may keep the process any more
+                self.phase = Phase.DONE
+        return bool(sent or num_results or num_messages)
+
+    def _keep_up(self, now: float, sent: bool, *, all_read: bool) -> None:
+        """Stopping, silence, books, and what the gateways are owed."""
         if self._num_stops:
             self._drain(now)
-        if max(num_results, num_messages) < FRAMES_PER_ROUND:  # all frames are read, so silence is silence
+        if all_read:  # so silence is silence
             self.executors.tick(now)
             self.gateways.tick(now)
             self._check_grace(now)
-        busy = bool(sent or num_results or num_messages)
         self._check_books(now, sent)
         self._announce()
         self.gateways.flush(now)
-        return busy
 
     def _read(self, hub: HubLink, handle: Callable[..., None], now: float) -> int:
         """Handle what has come; how many frames that was, at most `FRAMES_PER_ROUND`."""

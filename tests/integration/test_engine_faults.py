@@ -429,6 +429,22 @@ def test_prompts_that_can_never_fit_are_refused_with_the_numbers() -> None:
     rig.assert_clean()
 
 
+def test_prompts_queued_before_an_executor_that_has_no_room_end_as_if_refused_by_it() -> None:
+    rig = LockstepRig()
+    gateway = rig.add_gateway()
+    rig.turn(3)
+    early = [gateway.submit([1] * 80), gateway.submit([1] * 100)]
+    rig.turn(3)
+    assert all(record.num_accepted for record in early)
+    rig.add_executor(ChainExecutor, Geometry(num_blocks=10, block_size=8, max_model_len=100))
+    rig.until(lambda: all(record.is_over for record in early))
+    late = [gateway.submit([1] * 80), gateway.submit([1] * 100)]
+    rig.finish()
+    assert [(r.ended.error, r.ended.message) for r in early] == [(r.rejected.error, r.rejected.message) for r in late]
+    assert early[1].ended.error == fe.STREAM_ERROR_CONTEXT_LENGTH
+    rig.assert_clean()
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -542,6 +558,31 @@ def test_exception_in_the_core_costs_a_session_then_the_core_but_never_the_proce
     rig.finish()
     assert all(record.ended.error == fe.STREAM_ERROR_INTERNAL for record in records)
     after = gateway.submit([9])
+    rig.finish()
+    assert_oracle(after)
+
+
+def test_exception_outside_the_step_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway falls silent, and dropping its streams raises: the next gateway is served all the same."""
+    rig = LockstepRig(config=EngineConfig(lease_s=0.5))
+    rig.add_executor(ChainExecutor)
+    gateway = rig.add_gateway()
+    records = [gateway.submit([seed], max_tokens=2000) for seed in range(3)]
+    rig.until(lambda: all(record.ids for record in records))
+    cancel, faults = Scheduler.cancel, [True]
+
+    def broken(core: Scheduler, seq_id: Any, now: float) -> Any:
+        if faults:
+            faults.pop()
+            raise RuntimeError("made up")
+        return cancel(core, seq_id, now)
+
+    monkeypatch.setattr(Scheduler, "cancel", broken)
+    gateway.heartbeats = False
+    rig.gateways.remove(gateway)
+    rig.until(lambda: rig.engine.counters.faults == 1)
+    other = rig.add_gateway()
+    after = other.submit([9])
     rig.finish()
     assert_oracle(after)
 

@@ -2,13 +2,18 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
 
 import pytest
 import torch
 
 from executor_svc.batch import Batch
-from executor_svc.worker import Exit, WorkerOptions
+from executor_svc.service import _beating
+from executor_svc.worker import Exit, Worker, WorkerOptions
 from pagemill.engine.v1 import executor_pb2 as pb
+from pagemill.framing import Channel
+from pagemill.links import PeerId
+from pagemill.loopback import LoopbackHub
 from tests.unit.executor.executor_fakes import Bench, DigestRunner, admit, column, greedy_continuation, ids_of
 from tests.unit.executor.executor_scheduler import DEADLINE_S, RunningWorker, until
 
@@ -239,7 +244,15 @@ def test_goodbye_of_the_scheduler_drops_the_session() -> None:
         assert running.scheduler.start(epoch=2).incarnation == "1"
 
 
-def test_stop_finishes_the_running_step_and_takes_leave() -> None:
+def test_stop_finishes_the_running_step_and_takes_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no other, however late the loop comes to see that it shall stop."""
+    check_end = Worker._check_end
+
+    def late(worker: Worker) -> None:
+        time.sleep(0.05)
+        check_end(worker)
+
+    monkeypatch.setattr(Worker, "_check_end", late)
     runner = GatedRunner()
     with RunningWorker(Bench(runner)) as running:
         scheduler = running.scheduler
@@ -247,6 +260,7 @@ def test_stop_finishes_the_running_step_and_takes_leave() -> None:
         scheduler.send(plan=first_plan(1))
         scheduler.send(plan=decode_plan(2))
         runner.wait_entered()
+        until(lambda: running.worker._compute.num_queued == 1)
         running.worker.stop()
         runner.gate.release()
         assert scheduler.receive("result").result.step_id == 1
@@ -295,3 +309,30 @@ def test_messages_that_make_no_sense_here_are_counted() -> None:
         scheduler.send(reject=pb.Reject(reason="late"))
         assert scheduler.step(first_plan(1)).status == pb.STEP_STATUS_OK
         assert [running.stale(kind) for kind in ("unexpected_result", "unexpected_nack", "reject")] == [1, 1, 1]
+
+
+def test_heartbeats_tell_that_a_model_is_loading() -> None:
+    hub = LoopbackHub()
+    link = hub.connect(PeerId(b"executor/test/1"))
+    work: Future[str] = Future()
+    loaded: list[str] = []
+    state = pb.EXECUTOR_STATE_LOADING
+    thread = threading.Thread(target=lambda: loaded.append(_beating(link, state, work)), daemon=True)
+    thread.start()
+    frames: list[bytes] = []
+
+    def two_came() -> bool:
+        if (item := hub.recv()) is not None:
+            frames.append(item[1])
+        return len(frames) == 2
+
+    until(two_came)
+    work.set_result("model")
+    thread.join(DEADLINE_S)
+    assert loaded == ["model"]
+    for frame in frames:
+        envelope = Channel(pb.ExecutorEnvelope).unpack(frame)
+        assert envelope is not None
+        assert (envelope.epoch, envelope.heartbeat.state) == (0, state)
+    link.close()
+    hub.close()
