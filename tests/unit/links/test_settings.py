@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
     [
         ("pagemill scheduler", ["scheduler_svc"]),
         ("pagemill gateway", ["scheduler_svc.gateway"]),
-        ("executor", ["executor_svc"]),
+        ("pagemill executor", ["executor_svc"]),
         ("pagemill generate", ["pagemill_client.cli", "generate"]),
     ],
 )
