@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cache_svc.blocks.geometry import blocks_for, slot_of
+from cache_svc.blocks.geometry import blocks_for
 
 
 class BlockTable:
@@ -28,10 +28,6 @@ class BlockTable:
     def extend(self, block_ids: Sequence[int]) -> None:
         """Appends blocks whose references now belong to this table."""
         self.block_ids.extend(block_ids)
-
-    def slot(self, position: int) -> int:
-        """The physical slot of a position. IndexError past the table."""
-        return slot_of(self.block_ids, position, self.block_size)
 
     def clear(self) -> list[int]:
         """Empties the table and returns its blocks; the caller now owns the references."""

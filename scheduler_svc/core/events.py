@@ -19,7 +19,7 @@ class FinishReason(Enum):
     NUMERICAL = "numerical"
     INTERNAL = "internal"
     NO_FIT = "no_fit"
-    """A new executor turned out too small for a sequence that an earlier one had admitted."""
+    """A new executor turned out too small for a sequence that was queued before it came."""
 
 
 class RefusalReason(Enum):
@@ -28,12 +28,11 @@ class RefusalReason(Enum):
     PROMPT_EXCEEDS_KV_CAPACITY = "prompt_exceeds_kv_capacity"
     CONTEXT_LENGTH = "context_length"
     QUEUE_FULL = "queue_full"
-    NO_EXECUTOR = "no_executor"
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A submitted sequence was not queued; nothing of it is kept."""
+    """A submitted sequence was not queued, or is queued no longer; nothing of it is kept."""
 
     reason: RefusalReason
     message: str
@@ -67,6 +66,8 @@ class FinishedEvent:
     """Prompt and recomputed tokens that were planned, summed over its life."""
     num_cached_tokens: int
     num_preemptions: int
+    refusal: Refusal | None = None
+    """With NO_FIT: what `submit` would have answered, had that executor been there. None when the prompt alone fits."""
 
 
 Event = TokensEvent | FinishedEvent

@@ -45,14 +45,13 @@ class Channel(Generic[E]):
         self.epoch = 0
         self.sent_seq = 0
         self.received_seq = 0
-        self.acked_seq = 0
         self.gaps = 0
         self.dropped: Counter[Drop] = Counter()
 
     def open(self, epoch: int) -> None:
         """Begin a session: sequence numbers of both directions start again."""
         self.epoch = epoch
-        self.sent_seq = self.received_seq = self.acked_seq = 0
+        self.sent_seq = self.received_seq = 0
 
     def pack(self, **body: Any) -> bytes:
         """Serialise one envelope with the given body field, for example ``pack(plan=plan)``."""
@@ -87,7 +86,6 @@ class Channel(Generic[E]):
                 return self._drop(Drop.DUPLICATE)
             self.gaps += envelope.seq - self.received_seq - 1
             self.received_seq = envelope.seq
-            self.acked_seq = max(self.acked_seq, envelope.ack)
         return envelope
 
     def _drop(self, reason: Drop) -> E | None:

@@ -22,8 +22,9 @@ def test_frames_are_numbered_and_acknowledged() -> None:
         envelope = b.unpack(a.pack(heartbeat=Heartbeat()))
         assert envelope is not None
         assert (envelope.seq, envelope.epoch, envelope.protocol) == (seq, 5, PROTOCOL)
-    a.unpack(b.pack(heartbeat=Heartbeat()))
-    assert a.acked_seq == 3
+    answer = a.unpack(b.pack(heartbeat=Heartbeat()))
+    assert answer is not None
+    assert (answer.seq, answer.ack) == (1, 3)
 
 
 def test_duplicates_and_stale_epochs_are_dropped_and_gaps_counted() -> None:
