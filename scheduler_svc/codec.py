@@ -240,7 +240,7 @@ _ERROR: dict[FinishReason, tuple[fe.StreamError, str]] = {
     FinishReason.INTERNAL: (fe.STREAM_ERROR_INTERNAL, "the request could not be computed"),
     FinishReason.NO_FIT: (
         fe.STREAM_ERROR_PROMPT_EXCEEDS_KV_CAPACITY,
-        "the executor that is connected now has too little memory for this request",
+        "the executor that is connected now has no room for the prompt and the output so far",
     ),
 }
 _REFUSAL: dict[RefusalReason, fe.StreamError] = {
@@ -251,8 +251,10 @@ _REFUSAL: dict[RefusalReason, fe.StreamError] = {
 
 
 def encode_ended(stream: int, event: FinishedEvent, retry_after_ms: int | None = None) -> fe.StreamEnded:
-    """How a stream ended: a reason, or an error with a text of the catalogue above."""
+    """How a stream ended: a reason, or an error with a text of the catalogue above or of the core's refusal."""
     error, text = _ERROR.get(event.reason, (fe.STREAM_ERROR_UNSPECIFIED, ""))
+    if event.refusal is not None:
+        error, text = _REFUSAL[event.refusal.reason], event.refusal.message
     return fe.StreamEnded(
         stream=stream,
         reason=_END.get(event.reason, fe.END_REASON_UNSPECIFIED),

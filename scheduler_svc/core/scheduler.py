@@ -82,7 +82,8 @@ class Scheduler:
     def attach_executor(self, limits: ExecutorLimits, now: float) -> list[Event]:
         """Starts a session on an executor with empty lanes; detaches an earlier one first.
 
-        Sequences that can never fit there end with NO_FIT. ValueError, changing nothing, for limits below one.
+        Sequences that can never fit there end with NO_FIT and, where the prompt alone is too long, with the refusal
+        that says so. ValueError, changing nothing, for limits below one.
         """
         step_limits = combine(self.config, limits)
         if self._running is not None:
@@ -92,7 +93,7 @@ class Scheduler:
         for seq in list(self._sequences.values()):
             seq.limit_tokens(step_limits.token_limit)
             if seq.token_limit <= len(seq.token_ids):
-                self._finish(seq, FinishReason.NO_FIT, now)
+                self._finish(seq, FinishReason.NO_FIT, now, refuse_length(step_limits, seq.prompt_len))
         return self._take_events()
 
     def detach_executor(self, now: float) -> list[Event]:
@@ -308,7 +309,7 @@ class Scheduler:
         self._running = RunningSet(running.limits, applied_step_id=self._next_step_id - 1)
         self._admission = Admission(self.config, self._waiting, self._running, self._preempt)
 
-    def _finish(self, seq: Sequence, reason: FinishReason, now: float) -> None:
+    def _finish(self, seq: Sequence, reason: FinishReason, now: float, refusal: Refusal | None = None) -> None:
         """Ends a sequence from any state and says so; its blocks and lane go to their fences."""
         if seq.state is SequenceState.RUNNING:
             assert self._running is not None
@@ -329,6 +330,7 @@ class Scheduler:
                 num_computed_tokens=seq.num_prefilled,
                 num_cached_tokens=0,
                 num_preemptions=seq.num_preemptions,
+                refusal=refusal,
             )
         )
 

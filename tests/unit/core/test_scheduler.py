@@ -52,6 +52,28 @@ def test_nothing_is_planned_without_an_executor_but_sequences_queue() -> None:
     assert scheduler.stats().queue_requests == 0
 
 
+def test_a_prompt_queued_before_the_executor_gets_the_refusal_of_one_that_comes_after_it() -> None:
+    executor = replace(EXECUTOR, num_device_blocks=4)
+    early, late = Scheduler(CONFIG), attached(executor)
+    prompts = (15, 16, 63, 64)
+    for prompt in prompts:
+        assert early.submit(spec(prompt, prompt=prompt), 0.0) is None
+    events = early.attach_executor(executor, 1.0)
+    refusals = {int(event.seq_id): event.refusal for event in events if isinstance(event, FinishedEvent)}
+    assert refusals == {prompt: late.submit(spec(prompt, prompt=prompt), 0.0) for prompt in prompts[1:]}
+    reasons = [refusal and refusal.reason for refusal in refusals.values()]
+    kv = RefusalReason.PROMPT_EXCEEDS_KV_CAPACITY
+    assert reasons == [kv, kv, RefusalReason.CONTEXT_LENGTH]
+
+
+def test_output_that_outgrows_a_smaller_executor_is_not_blamed_on_the_prompt() -> None:
+    scheduler = attached()
+    assert scheduler.submit(spec(1, prompt=15, emitted_ids=[5, 6], max_tokens=9), 0.0) is None
+    (end,) = scheduler.attach_executor(replace(EXECUTOR, num_device_blocks=4), 1.0)
+    assert isinstance(end, FinishedEvent)
+    assert (end.reason, end.refusal) == (FinishReason.NO_FIT, None)
+
+
 def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers_and_leaves_nothing() -> None:
     scheduler = attached(replace(EXECUTOR, num_device_blocks=4))
     refusal = scheduler.submit(spec(1, prompt=16), 0.0)

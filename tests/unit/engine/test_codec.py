@@ -188,6 +188,14 @@ def test_every_end_has_a_reason_or_an_error(reason: FinishReason) -> None:
 
 
 @pytest.mark.parametrize("reason", list(RefusalReason))
+def test_an_end_for_lack_of_room_says_what_a_refusal_says(reason: RefusalReason) -> None:
+    refusal = Refusal(reason, "numbers")
+    ended = encode_ended(3, FinishedEvent(1, SeqId(1), FinishReason.NO_FIT, 0, 0.25, 0, 0, 0, refusal))
+    rejected = encode_refusal(3, refusal)
+    assert (ended.reason, ended.error, ended.message) == (fe.END_REASON_UNSPECIFIED, rejected.error, "numbers")
+
+
+@pytest.mark.parametrize("reason", list(RefusalReason))
 def test_every_refusal_has_an_error(reason: RefusalReason) -> None:
     rejected = encode_refusal(3, Refusal(reason, "numbers"), 100)
     assert rejected.error != fe.STREAM_ERROR_UNSPECIFIED
