@@ -36,6 +36,7 @@ class Replay:
     def submit(self, stream_id: int, emitted_ids: list[int]) -> Submit:
         """The message, with durations as of now."""
         now = time.monotonic()
+        age_ms = min(int((now - self.arrival) * 1000), 0xFFFFFFFF)
         submit = Submit(
             stream=stream_id,
             client_request_id=self.request_id,
@@ -45,10 +46,11 @@ class Replay:
             emitted_ids=columns.pack(emitted_ids) if emitted_ids else b"",
             sampling=self.sampling,
             max_tokens=self.max_tokens,
-            max_queue_ms=self.max_queue_ms,
             cache_salt=self.cache_salt,
-            age_ms=min(int((now - self.arrival) * 1000), 0xFFFFFFFF),
+            age_ms=age_ms,
         )
+        if self.max_queue_ms is not None and not emitted_ids:  # a stream with tokens has had its turn
+            submit.max_queue_ms = max(1, self.max_queue_ms - age_ms)
         if self.deadline is not None:
             submit.deadline_ms = max(1, min(int((self.deadline - now) * 1000), 0xFFFFFFFF))
         return submit

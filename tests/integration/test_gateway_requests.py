@@ -565,7 +565,7 @@ async def test_parameters_reach_the_scheduler_resolved(rig: Rig) -> None:
     made.priority, made.max_queue_ms, made.cache_salt = -7, 1234, "salt"
     await rig.generate(made, timeout=5)
     sent = rig.scheduler.submits[-1]
-    assert (sent.priority, sent.max_queue_ms, sent.max_tokens) == (-7, 1234, 1)
+    assert (sent.priority, sent.max_queue_ms + sent.age_ms, sent.max_tokens) == (-7, 1234, 1)
     assert (sent.sampling.temperature, sent.sampling.top_p, sent.sampling.top_k, sent.sampling.min_p) == (1, 1, V, 0)
     assert columns.unpack(sent.prompt_ids) == [*b"abc"]
     assert len(sent.cache_salt) == 32
