@@ -105,15 +105,19 @@ class SchedulerClient:
         identity: Identity,
         metrics: GatewayMetrics,
         on_ready: Callable[[bool], None] = lambda _: None,
+        *,
+        session_wait_s: float = 3.0,
     ) -> None:
         self._link = link
         self._identity = identity
         self._metrics = metrics
         self._on_ready = on_ready
+        self._session_wait_s = session_wait_s
         self._channel = Channel(wire.FrontendEnvelope)
         self._in_session = asyncio.Event()
         self._lease_s = 2.0
         self._last_heard = 0.0
+        self._lost_at = 0.0
         self._next_hello = 0.0
         self._next_heartbeat = 0.0
         self._next_id = 0
@@ -141,16 +145,6 @@ class SchedulerClient:
         if rejected is not None:
             raise SchedulerRejectedError(str(rejected.exceptions[0]))
 
-    async def wait_session(self, timeout_s: float) -> bool:
-        """Whether there is a session, after waiting for one for at most `timeout_s`."""
-        if not self._in_session.is_set():
-            try:
-                async with asyncio.timeout(timeout_s):  # not wait_for, which may swallow a cancellation (Python 3.11)
-                    await self._in_session.wait()
-            except TimeoutError:
-                return False
-        return True
-
     def new_id(self) -> int:
         """A stream number that no live stream has."""
         while True:
@@ -159,17 +153,19 @@ class SchedulerClient:
                 return self._next_id
 
     def submit(self, stream: LiveStream) -> None:
-        """Hand a stream to the scheduler, now or when there is one."""
+        """Hand a stream to the scheduler, now or when there is one; it fails if there is none in time."""
+        stream.submitted_at = time.monotonic()
         self._streams[stream.stream_id] = stream
         self._to_submit[stream.stream_id] = 0.0
         self._flush()
 
     def cancel(self, stream_id: int) -> None:
-        """Have the scheduler end a stream; its last word still comes."""
+        """Have the scheduler end a stream; its last word still comes. Without a session the stream ends here."""
         stream = self._streams.get(stream_id)
         if stream is None:
             return
-        if self._to_submit.pop(stream_id, None) is not None:  # the scheduler does not know it (yet, or any more)
+        unknown = self._to_submit.pop(stream_id, None) is not None  # to the scheduler, yet or any more
+        if unknown or not self._in_session.is_set():  # the next session is not told of it
             stream.end(wire.StreamEnded(stream=stream_id, reason=wire.END_REASON_CANCELLED))
         else:
             self._to_cancel.add(stream_id)
@@ -219,9 +215,11 @@ class SchedulerClient:
             now = time.monotonic()
             if self._in_session.is_set():
                 self._watch(now)
-            elif now >= self._next_hello:
-                self._next_hello = now + _HELLO_S
-                self._hello()
+            else:
+                self._refuse_unanswered(now)
+                if now >= self._next_hello:
+                    self._next_hello = now + _HELLO_S
+                    self._hello()
             self._update_ready(now)
             self._flush()
             await asyncio.sleep(_TICK_S)
@@ -251,10 +249,19 @@ class SchedulerClient:
             self._next_heartbeat = now + _HEARTBEAT_S
             self._send(heartbeat=wire.FrontendHeartbeat(num_streams=len(self._streams)))
 
+    def _refuse_unanswered(self, now: float) -> None:
+        """Streams that no scheduler has taken wait for one only so long; admitted ones are promised, and wait on."""
+        for stream in self._streams.values():
+            if not stream.admitted and now - max(self._lost_at, stream.submitted_at) >= self._session_wait_s:
+                stream.fail(PagemillError(Reason.NOT_READY, "no scheduler is connected", retry_after_ms=1000))
+
     def _lose_session(self, why: str) -> None:
         _log.warning("session lost", extra=kv(why=why, streams=len(self._streams), epoch=self._channel.epoch))
+        if self._in_session.is_set():
+            self._lost_at = time.monotonic()
         self._in_session.clear()
         self._next_hello = 0.0
+        self._end_cancelled()
         self._update_ready(time.monotonic())
 
     # ---- Receiving ----
@@ -308,9 +315,9 @@ class SchedulerClient:
         self._flush()
 
     def _end_cancelled(self) -> None:
-        """A new session does not know streams that had ended or were to be cancelled: nothing more will come."""
+        """No later session knows streams that had ended or were to be cancelled: nothing more will come."""
         for stream in list(self._streams.values()):
-            if stream.cancel_requested or stream.is_over:
+            if stream.bill is None and (stream.cancel_requested or stream.is_over):
                 stream.end(wire.StreamEnded(stream=stream.stream_id, reason=wire.END_REASON_CANCELLED))
 
     def _dispatch(self, envelope: wire.FrontendEnvelope, body: str | None) -> None:

@@ -82,7 +82,9 @@ class Gateway:
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._background: set[asyncio.Task[object]] = set()
         self.registry = Registry(self.metrics, max_live=self.settings.max_live_requests)
-        self.scheduler = SchedulerClient(self.link, self.identity, self.metrics, on_ready=self._on_ready)
+        self.scheduler = SchedulerClient(
+            self.link, self.identity, self.metrics, self._on_ready, session_wait_s=self.settings.session_wait_s
+        )
         self.pool = TokenizerPool(self.tokenizer, LIMITS.prompt_bytes_per_token * model.max_model_len)
         self._chat = self._chat_template()
         self.inference = InferenceService(
@@ -92,7 +94,6 @@ class Gateway:
             scheduler=self.scheduler,
             registry=self.registry,
             metrics=self.metrics,
-            session_wait_s=self.settings.session_wait_s,
         )
         self._server = self._build_server(ModelService(model, self.inference, self.scheduler))
         await self._health.set("", _SERVING)

@@ -57,7 +57,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         scheduler: SchedulerClient,
         registry: Registry,
         metrics: GatewayMetrics,
-        session_wait_s: float = 3.0,
     ) -> None:
         self._model = model
         self._pool = pool
@@ -65,7 +64,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._scheduler = scheduler
         self._registry = registry
         self._metrics = metrics
-        self._session_wait_s = session_wait_s
 
     def limits(self) -> validation.ModelLimits:
         """What the model allows with the executor that is connected now."""
@@ -174,8 +172,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def _admit(self, stream: LiveStream, call: Call) -> None:
         """Return when the scheduler has queued the stream (or another call has cancelled it)."""
-        if not await self._scheduler.wait_session(self._session_wait_s):
-            raise PagemillError(Reason.NOT_READY, "no scheduler is connected", retry_after_ms=1000)
         call.attach(stream)
         if stream.cancel_requested:
             stream.output.end(Ending(EndKind.CANCELLED))

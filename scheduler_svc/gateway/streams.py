@@ -69,6 +69,7 @@ class LiveStream:
         "replay",
         "retry_until",
         "stream_id",
+        "submitted_at",
     )
 
     def __init__(self, stream_id: int, replay: Replay, output: Output) -> None:
@@ -76,6 +77,7 @@ class LiveStream:
         self.replay = replay
         self.output = output
         self.admitted = False
+        self.submitted_at = 0.0
         self.bill: StreamEnded | None = None
         """The scheduler's last word; None until it came."""
         self.error: PagemillError | None = None
