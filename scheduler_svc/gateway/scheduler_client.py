@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -272,11 +273,21 @@ class SchedulerClient:
             for _ in range(_MAX_FRAMES_PER_TURN):
                 if frame is None:
                     break
-                self._take(frame)
+                self._handle(frame)
                 frame = self._link.recv_nowait()
             if frame is not None:
-                self._take(frame)
+                self._handle(frame)
             await asyncio.sleep(0)  # frames that are always there must not keep the writers from running
+
+    def _handle(self, frame: bytes) -> None:
+        """Take a frame. One that cannot be handled costs a session, which brings again what it carried."""
+        try:
+            self._take(frame)
+        except SchedulerRejectedError:
+            raise
+        except Exception as error:
+            _log.error("unhandled exception in a frame", exc_info=error, extra=kv(error_id=secrets.token_hex(8)))
+            self._lose_session("a frame could not be handled")
 
     def _take(self, frame: bytes) -> None:
         dropped = self._channel.dropped.total()
@@ -359,7 +370,7 @@ class SchedulerClient:
             if stream is not None:
                 was_over = stream.is_over
                 complete &= stream.add_tokens(index, ids[position : position + count])
-                if not was_over and stream.output.ending is not None and stream.output.ending.stop_string is not None:
+                if not was_over and stream.ends_early:
                     self.cancel(stream_id)
             position += count
         self._metrics.generated_tokens.inc(len(ids))

@@ -14,6 +14,7 @@ from pagemill.engine.v1.frontend_pb2 import StreamEnded, Submit
 from pagemill.engine.v1.sampling_pb2 import Sampling
 from pagemill.errors import PagemillError
 from scheduler_svc.gateway.output import Ending, EndKind, Output
+from scheduler_svc.gateway.status import hide
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,12 @@ class LiveStream:
         """Whether nothing more will come out of the stream but its end."""
         return self.error is not None or self.output.ending is not None
 
+    @property
+    def ends_early(self) -> bool:
+        """Whether it is over by what only the gateway knows: the scheduler would go on."""
+        ending = self.output.ending
+        return self.error is not None or (ending is not None and ending.stop_string is not None)
+
     def accept(self) -> None:
         """The scheduler has queued it."""
         self.admitted = True
@@ -103,29 +110,42 @@ class LiveStream:
             self.error = error
         self._news.set()
 
+    def _break(self, error: Exception) -> None:
+        """A fault in handling this stream's own output is the end of this stream, and of nothing else."""
+        self.error = hide(error)
+        self._news.set()
+
     def add_tokens(self, first_index: int, token_ids: list[int]) -> bool:
-        """Take tokens of one step, each index exactly once; False if some before them are missing."""
+        """Take tokens of one step, each index exactly once; False if some before them are missing. Never raises."""
         output = self.output
         have = len(output.token_ids)
         if output.ending is not None or self.error is not None:
             return True
         if first_index > have:
             return False
-        for token_id in token_ids[have - first_index :]:
-            output.push(token_id)
+        try:
+            for token_id in token_ids[have - first_index :]:
+                output.push(token_id)
+        except Exception as error:
+            self._break(error)
         self._news.set()
         return True
 
     def end(self, ended: StreamEnded) -> None:
-        """The scheduler's last word came; a stop rule that matched here first stands."""
+        """The scheduler's last word came; a stop rule that matched here first stands. Never raises."""
         self.bill = ended
         if not self.is_over:
-            if ended.reason == 1:  # END_REASON_STOP
-                self.output.end_by_last_token()
-            else:
-                kind = EndKind.LENGTH if ended.reason == 2 else EndKind.CANCELLED
-                self.output.end(Ending(kind))
+            try:
+                self._end_output(ended.reason)
+            except Exception as error:
+                self._break(error)
         self._news.set()
+
+    def _end_output(self, reason: int) -> None:
+        if reason == 1:  # END_REASON_STOP
+            self.output.end_by_last_token()
+        else:
+            self.output.end(Ending(EndKind.LENGTH if reason == 2 else EndKind.CANCELLED))
 
     def cancel(self) -> None:
         """Another call asked to end it."""

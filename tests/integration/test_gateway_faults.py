@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import grpc
@@ -116,3 +117,80 @@ async def test_a_deadline_ends_an_unanswered_call_whose_scheduler_has_died() -> 
         assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await until(lambda: len(rig.gateway.registry) == 0)
         assert rig.gateway.scheduler.num_streams == 0
+
+
+class BrokenDetokenizer:
+    """Raises in one of its methods."""
+
+    def __init__(self, broken: str) -> None:
+        self._broken = broken
+
+    def push(self, token_id: int) -> str:
+        return self._text("push")
+
+    def finish(self) -> str:
+        return self._text("finish")
+
+    def _text(self, method: str) -> str:
+        if method == self._broken:
+            raise RuntimeError("secret")
+        return ""
+
+
+@pytest.mark.parametrize("broken", ["push", "finish"])
+async def test_a_fault_in_one_streams_output_ends_that_stream_alone(
+    broken: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running_gateway() as rig:
+        go = asyncio.Event()
+        seen: list[FakeStream] = []
+
+        async def script(stream: FakeStream) -> None:
+            seen.append(stream)
+            stream.accept()
+            await go.wait()
+            stream.tokens([*b"ab"])
+            if broken == "finish" and stream is seen[0]:
+                stream.end(wire.END_REASON_LENGTH)
+            if stream is seen[0]:
+                await stream.cancelled.wait()
+            stream.tokens([*b"cd"])
+            stream.end(wire.END_REASON_LENGTH)
+
+        rig.scheduler.script = script
+        bad = asyncio.create_task(rig.generate(request()))
+        await until(lambda: len(seen) == 1)
+        good = asyncio.create_task(rig.generate(request(4)))
+        await until(lambda: len(seen) == 2)
+        output: Any = rig.gateway.scheduler._streams[seen[0].stream].output
+        output.detokenizer = BrokenDetokenizer(broken)
+        go.set()
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await bad
+        assert reason_of(error.value) is Reason.INTERNAL
+        details = str(error.value.details())
+        assert "secret" not in details
+        assert any(getattr(r, "kv", {}).get("error_id") == details.rsplit(maxsplit=1)[-1] for r in caplog.records)
+        if broken == "push":
+            await until(seen[0].cancelled.is_set)
+        assert (await good).text == "abcd"
+        assert rig.scheduler.hellos == 1
+        await rig.probe()
+
+
+async def test_a_frame_that_cannot_be_handled_costs_a_session_and_not_the_process(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with running_gateway() as rig:
+        link: Any = rig.gateway.scheduler
+        dispatch = link._dispatch
+
+        def explode(*_: object) -> None:
+            link._dispatch = dispatch
+            raise RuntimeError
+
+        link._dispatch = explode
+        await until(lambda: rig.scheduler.hellos == 2)
+        await until(lambda: rig.gateway.scheduler.ready)
+        await rig.probe()
+        assert any("error_id" in getattr(r, "kv", {}) for r in caplog.records if r.levelno == logging.ERROR)
