@@ -290,12 +290,11 @@ class SchedulerClient:
             self._lose_session("a frame could not be handled")
 
     def _take(self, frame: bytes) -> None:
-        dropped = self._channel.dropped.total()
         envelope = self._channel.unpack(frame)
+        for drop, count in self._channel.dropped.items():
+            self._metrics.stale.labels(drop.value).inc(count)
+        self._channel.dropped.clear()
         if envelope is None:
-            if self._channel.dropped.total() > dropped:
-                kind = next(reversed(self._channel.dropped)).value
-                self._metrics.stale.labels(kind).inc()
             return
         body = envelope.WhichOneof("body")
         if body == "start":

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from pagemill.engine.v1 import frontend_pb2 as wire
+from pagemill.framing import PROTOCOL
 from pagemill.links import SendOutcome
 from pagemill.model_files import ModelFormat, ModelInfo
 from scheduler_svc.gateway import tokenizer
@@ -43,6 +45,16 @@ async def test_a_frame_that_was_not_taken_uses_up_no_number() -> None:
     client = SchedulerClient(_Nowhere(), Identity("1", "i", "h", "f"), GatewayMetrics())
     client._hello()
     assert client._channel.sent_seq == 0
+
+
+async def test_dropped_frames_are_counted_by_their_own_kind() -> None:
+    metrics = GatewayMetrics()
+    client = SchedulerClient(_Nowhere(), Identity("1", "i", "h", "f"), metrics)
+    other = wire.FrontendEnvelope(protocol=PROTOCOL + 98, status=wire.SchedulerStatus()).SerializeToString()
+    for frame in (b"\xff", other, b"\xff", b"\xff"):
+        client._take(frame)
+    assert metrics.stale.labels("malformed")._value.get() == 3
+    assert metrics.stale.labels("protocol")._value.get() == 1
 
 
 def _info(path: Path, vocab_size: int) -> ModelInfo:
