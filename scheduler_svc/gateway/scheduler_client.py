@@ -363,16 +363,17 @@ class SchedulerClient:
             self._metrics.stale.labels("malformed").inc()
             self._lose_session("a malformed batch of tokens")
             return
-        position, complete = 0, True
+        position, accepted, complete = 0, 0, True
         for stream_id, index, count in zip(streams, first_index, counts, strict=True):
             stream = self._streams.get(stream_id)
             if stream is not None:
-                was_over = stream.is_over
+                was_over, had = stream.is_over, len(stream.output.token_ids)
                 complete &= stream.add_tokens(index, ids[position : position + count])
+                accepted += len(stream.output.token_ids) - had
                 if not was_over and stream.ends_early:
                     self.cancel(stream_id)
             position += count
-        self._metrics.generated_tokens.inc(len(ids))
+        self._metrics.generated_tokens.inc(accepted)
         if not complete:
             self._lose_session("tokens are missing")
 

@@ -566,6 +566,7 @@ async def test_tokens_that_repeat_or_belong_to_an_older_epoch_are_dropped() -> N
         answer = await rig.generate(request(6))
         assert answer.token_ids == [*b"abcdef"]
         assert rig.scheduler.hellos == 1
+        assert rig.gateway.metrics.generated_tokens._value.get() == 6
         assert rig.gateway.metrics.stale.labels("stale_epoch")._value.get() == 1
 
 
