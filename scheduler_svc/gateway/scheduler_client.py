@@ -385,6 +385,9 @@ class SchedulerClient:
         retry_after_ms = rejected.retry_after_ms if rejected.HasField("retry_after_ms") else None
         now = time.monotonic()
         if stream.admitted and rejected.error in _PASSING:
+            if stream.cancel_requested or stream.is_over:
+                stream.end(wire.StreamEnded(stream=rejected.stream, reason=wire.END_REASON_CANCELLED))
+                return
             # It was admitted once: a promise. The client sees a pause while the new scheduler finds its feet.
             stream.retry_until = stream.retry_until or now + _RETRY_FOR_S
             if now < stream.retry_until:

@@ -119,6 +119,28 @@ async def test_a_deadline_ends_an_unanswered_call_whose_scheduler_has_died() -> 
         assert rig.gateway.scheduler.num_streams == 0
 
 
+async def test_a_cancelled_stream_that_is_refused_again_is_over() -> None:
+    async with running_gateway() as rig:
+        rig.scheduler.script = some_tokens
+        call = rig.api.Generate(request(request_id="mine"), timeout=DEADLINE_S)
+        events = asyncio.create_task(rest_of(call))
+        await until(lambda: any(s.output.token_ids for s in rig.gateway.scheduler._streams.values()))
+
+        async def refuse_once_cancelled(stream: FakeStream) -> None:
+            await stream.cancelled.wait()
+            stream.reject(wire.STREAM_ERROR_QUEUE_FULL)
+
+        rig.scheduler.script = refuse_once_cancelled
+        rig.scheduler.restart()
+        await until(lambda: len(rig.scheduler.submits) == 2)
+        stream = next(iter(rig.gateway.scheduler._streams.values()))
+        assert (await rig.api.Cancel(pb.CancelRequest(request_id="mine"))).cancelled
+        await until(lambda: stream.bill is not None)  # at once: the call does not wait for a bill that never comes
+        assert stream.stream_id not in rig.gateway.scheduler._to_submit
+        assert (await events)[-1].finished.reason == pb.FINISH_REASON_CANCELLED
+        assert len(rig.scheduler.submits) == 2
+
+
 class BrokenDetokenizer:
     """Raises in one of its methods."""
 
