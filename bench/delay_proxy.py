@@ -3,24 +3,26 @@
     python -m bench.delay_proxy --listen ipc:///tmp/x/far.sock --connect ipc:///tmp/x/near.sock --delay-ms 5
 
 A wire that is longer, not thinner: frames keep their order and any number may be under way. To the scheduler each
-executor keeps its own identity, because the proxy opens one connection per executor under the executor's name.
+executor keeps its own identity, because the proxy opens one connection per executor under the executor's name. A line
+on standard input with a number sets another delay, in milliseconds, for the frames that come after it.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 import zmq
 
 
 @dataclass(slots=True)
 class Held:
-    """Frames due at a time (monotonic, in seconds), first in first out: the delay is the same for all."""
+    """Frames due at a time (monotonic, in seconds). They leave first in, first out, even when the delay has shrunk."""
 
     due: float
     socket: zmq.Socket[bytes]
@@ -42,6 +44,12 @@ class DelayProxy:
         self._poller = zmq.Poller()
         self._poller.register(self._front, zmq.POLLIN)
         self._held: deque[Held] = deque()
+        self._orders: TextIO | None = None
+
+    def obey(self, orders: TextIO) -> None:
+        """Take a new delay from each line of `orders`, in milliseconds, until its end."""
+        self._orders = orders
+        self._poller.register(orders.fileno(), zmq.POLLIN)
 
     def turn(self) -> None:
         """Wait for the next frame or the next due time; then receive all and send what is due."""
@@ -49,6 +57,8 @@ class DelayProxy:
         timeout_ms = math.ceil(max(0.0, self._held[0].due - time.monotonic()) * 1e3) if self._held else None
         ready: dict[Any, int] = dict(self._poller.poll(timeout_ms))
         now = time.monotonic()
+        if self._orders is not None and self._orders.fileno() in ready:
+            self._take_order(self._orders)
         if self._front in ready:
             identity, *frames = self._front.recv_multipart()
             self._held.append(Held(now + self._delay_s, self._back(identity), frames))
@@ -62,6 +72,14 @@ class DelayProxy:
     def close(self) -> None:
         """Drop what is held."""
         self._context.destroy(linger=0)
+
+    def _take_order(self, orders: TextIO) -> None:
+        line = orders.readline()
+        if line:
+            self._delay_s = float(line) / 1e3
+        else:
+            self._poller.unregister(orders.fileno())
+            self._orders = None
 
     def _back(self, identity: bytes) -> zmq.Socket[bytes]:
         back = self._backs.get(identity)
@@ -81,6 +99,7 @@ def main() -> None:
     parser.add_argument("--delay-ms", type=float, required=True, help="delay of each frame in each direction")
     args = parser.parse_args()
     proxy = DelayProxy(args.listen, args.connect, args.delay_ms / 1e3)
+    proxy.obey(sys.stdin)
     try:
         while True:
             proxy.turn()

@@ -15,21 +15,42 @@ KV_MEMORY_BYTES = 2**30
 """Enough for W2 four times over; without it every stack would take most of the machine."""
 
 
+class Link:
+    """The wire between scheduler and executor of one running service; its delay can be changed at any time."""
+
+    def __init__(self, orders: asyncio.StreamWriter) -> None:
+        self._orders = orders
+
+    async def set_delay_ms(self, delay_ms: float) -> None:
+        """Hold every later frame for at least `delay_ms`, each way."""
+        self._orders.write(f"{delay_ms}\n".encode())
+        await self._orders.drain()
+
+
 @contextlib.asynccontextmanager
-async def serving(model: str, options: Sequence[str] = (), *, link_delay_ms: float = 0.0) -> AsyncIterator[str]:
-    """Serve `model`; gives the gateway's address. `link_delay_ms` is added each way between scheduler and executor.
+async def serving(model: str, options: Sequence[str] = ()) -> AsyncIterator[str]:
+    """Serve `model`; gives the gateway's address.
 
     Raises RuntimeError with the stack's own words if it does not come up.
     """
     with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as directory:
-        argv = ["--model", model, "--port", "0", "--kv-memory-bytes", str(KV_MEMORY_BYTES), *options]
-        argv += [f"--{role}.metrics-port=0" for role in ("gateway", "scheduler", "executor")]
-        async with contextlib.AsyncExitStack() as exits:
-            if link_delay_ms:
-                near, far = f"ipc://{directory}/near.sock", f"ipc://{directory}/far.sock"
-                argv += ["--executor-endpoint", near, "--executor.scheduler-endpoint", far]
-                await exits.enter_async_context(_delaying(far, near, link_delay_ms))
-            yield await exits.enter_async_context(_running(argv, Path(directory)))
+        async with _running(_arguments(model, options), Path(directory)) as target:
+            yield target
+
+
+@contextlib.asynccontextmanager
+async def serving_through_a_proxy(model: str, options: Sequence[str] = ()) -> AsyncIterator[tuple[str, Link]]:
+    """As `serving`, with `delay_proxy` between scheduler and executor, which adds nothing until told to."""
+    with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as directory:
+        near, far = f"ipc://{directory}/near.sock", f"ipc://{directory}/far.sock"
+        argv = [*_arguments(model, options), "--executor-endpoint", near, "--executor.scheduler-endpoint", far]
+        async with _proxy(far, near) as link, _running(argv, Path(directory)) as target:
+            yield target, link
+
+
+def _arguments(model: str, options: Sequence[str]) -> list[str]:
+    argv = ["--model", model, "--port", "0", "--kv-memory-bytes", str(KV_MEMORY_BYTES), *options]
+    return argv + [f"--{role}.metrics-port=0" for role in ("gateway", "scheduler", "executor")]
 
 
 @contextlib.asynccontextmanager
@@ -53,13 +74,15 @@ async def _running(argv: list[str], directory: Path) -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def _delaying(listen: str, connect: str, delay_ms: float) -> AsyncIterator[None]:
+async def _proxy(listen: str, connect: str) -> AsyncIterator[Link]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench.delay_proxy"),
-        *("--listen", listen, "--connect", connect, "--delay-ms", str(delay_ms)),
+        *("--listen", listen, "--connect", connect, "--delay-ms", "0"),
+        stdin=asyncio.subprocess.PIPE,
     )
+    assert process.stdin is not None
     try:
-        yield
+        yield Link(process.stdin)
     finally:
         process.terminate()
         await process.wait()

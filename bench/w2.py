@@ -1,7 +1,6 @@
-"""W2 side by side in one invocation: Pagemill's whole service against a baseline, turns alternating.
+"""W2 side by side in one invocation: Pagemill's whole service against transformers one by one, turns alternating.
 
-    python -m bench.w2 --output w2.json                   # against transformers, one request after the other
-    python -m bench.w2 --link-delay-ms 5 --output l.json  # against itself, with 5 ms more each way on the executor link
+    python -m bench.w2 --output w2.json
 
 A turn of Pagemill is all 64 requests of W2 at once over gRPC. A turn of transformers is every 8th of them (--every): it
 would otherwise take minutes; tokens per second are compared. Each turn has prompts of its own, the same for both.
@@ -42,13 +41,8 @@ async def main() -> None:
     async with contextlib.AsyncExitStack() as exits:
         options = [*args.serve_option, f"--executor.dtype={args.dtype}"]
         pagemill = await exits.enter_async_context(_pagemill(str(model), options))
-        if args.link_delay_ms:
-            name = f"pagemill, {args.link_delay_ms:g} ms more each way"
-            other = await exits.enter_async_context(_pagemill(str(model), options, args.link_delay_ms))
-        else:
-            name = f"transformers, every {args.every}th request"
-            other = await exits.enter_async_context(_transformers(model, args.dtype, args.every))
-        sides = {name: other, "pagemill": pagemill}
+        baseline = await exits.enter_async_context(_transformers(model, args.dtype, args.every))
+        sides = {f"transformers, every {args.every}th request": baseline, "pagemill": pagemill}
         for side in sides.values():
             await side(warmup)
         turns = await _alternate(sides, repetitions, args.turns)
@@ -82,8 +76,7 @@ def _result(
         "machine": machine.describe(),
         "turns": turns,
         "median_tokens_per_s": dict(zip(sides, (base, ours), strict=True)),
-        # With a delay: what is left of the throughput. Against transformers: how many times faster.
-        "ratio": base / ours if args.link_delay_ms else ours / base,
+        "ratio": ours / base,
     }
 
 
@@ -97,17 +90,17 @@ def _print(result: dict[str, Any]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _pagemill(model: str, options: Sequence[str], link_delay_ms: float = 0.0) -> AsyncIterator[Side]:
-    async with serving(model, options, link_delay_ms=link_delay_ms) as target, AsyncClient(target) as client:
+async def _pagemill(model: str, options: Sequence[str]) -> AsyncIterator[Side]:
+    async with serving(model, options) as target, AsyncClient(target) as client:
+        yield lambda requests: all_at_once(client, requests)
 
-        async def turn(requests: Sequence[Request]) -> Turn:
-            records = await closed_loop([client], requests, len(requests), "")
-            report = summarize(records, SLO)
-            if report.errors:
-                raise RuntimeError(f"requests failed: {report.errors}")
-            return {"tokens_per_s": report.generated_tokens_per_s, **report.as_dict()}
 
-        yield turn
+async def all_at_once(client: AsyncClient, requests: Sequence[Request]) -> Turn:
+    """Send every request now and wait for all. Raises RuntimeError if one fails."""
+    report = summarize(await closed_loop([client], requests, len(requests), ""), SLO)
+    if report.errors:
+        raise RuntimeError(f"requests failed: {report.errors}")
+    return {"tokens_per_s": report.generated_tokens_per_s, **report.as_dict()}
 
 
 @contextlib.asynccontextmanager
@@ -147,7 +140,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="for both sides")
     parser.add_argument("--turns", type=int, default=3, help="turns of each side")
     parser.add_argument("--every", type=int, default=8, help="transformers runs every Nth request of W2")
-    parser.add_argument("--link-delay-ms", type=float, default=0.0, help="compare with a delayed executor link")
     parser.add_argument("--serve-option", action="append", default=[], help="for pagemill serve: --NAME=VALUE")
     parser.add_argument("--output", type=Path, help="JSON file for the result")
     return parser.parse_args()
