@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,13 @@ class KvPool:
     def slots(self) -> torch.Tensor:
         """The pool as (…, head_dim): `rows` with each position a row of its own, without a copy."""
         return self.data.view(-1, self.geometry.head_dim)
+
+    def block_bytes(self) -> NDArray[np.uint8]:
+        """All blocks as plain bytes, (num_blocks, bytes_per_block), without a copy: what moves between tiers.
+
+        A block's bytes are the same content under any id of any pool of the same geometry. The view keeps the memory.
+        """
+        return np.frombuffer(self._memory, np.uint8).reshape(self.num_blocks, self.geometry.bytes_per_block)
 
     def copy_blocks(self, src: SequenceABC[int], dst: SequenceABC[int]) -> None:
         """Copy whole blocks, as if pair by pair in order. Raises ValueError for ids outside the pool."""

@@ -44,6 +44,16 @@ def test_rows_and_slots_are_views() -> None:
     assert (pool.data[3, 0, 0, 0, 2] == 9).all()
 
 
+def test_block_bytes_are_the_pool_itself() -> None:
+    pool = numbered(4)
+    blocks = pool.block_bytes()
+    assert blocks.shape == (4, GEOMETRY.bytes_per_block)
+    blocks[1] = blocks[3]
+    assert (pool.data[1] == 3).all()
+    pool.data[0] = 3
+    assert bytes(blocks[0]) == bytes(blocks[3])
+
+
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=20))
 def test_copies_act_as_if_one_after_another(pairs: list[tuple[int, int]]) -> None:
     pool = numbered(8)
