@@ -39,11 +39,14 @@ async def serving(model: str, options: Sequence[str] = ()) -> AsyncIterator[str]
 
 
 @contextlib.asynccontextmanager
-async def serving_through_a_proxy(model: str, options: Sequence[str] = ()) -> AsyncIterator[tuple[str, Link]]:
+async def serving_through_a_proxy(
+    model: str, options: Sequence[str] = (), *, executor_metrics_port: int = 0
+) -> AsyncIterator[tuple[str, Link]]:
     """As `serving`, with `delay_proxy` between scheduler and executor, which adds nothing until told to."""
     with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as directory:
         near, far = f"ipc://{directory}/near.sock", f"ipc://{directory}/far.sock"
         argv = [*_arguments(model, options), "--executor-endpoint", near, "--executor.scheduler-endpoint", far]
+        argv.append(f"--executor.metrics-port={executor_metrics_port}")
         async with _proxy(far, near) as link, _running(argv, Path(directory)) as target:
             yield target, link
 

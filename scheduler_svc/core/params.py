@@ -18,6 +18,22 @@ class QueuePolicy(Enum):
     LENGTH_AWARE = "length-aware"
 
 
+class PreemptionMode(Enum):
+    """What becomes of the blocks of a sequence that makes room; see `preemption`."""
+
+    AUTO = "auto"
+    SWAP = "swap"
+    RECOMPUTE = "recompute"
+
+
+class HostCache(Enum):
+    """When blocks that are kept for reuse are copied to the host tier; see `tiers`."""
+
+    OFF = "off"
+    ON_EVICT = "on-evict"
+    WRITE_THROUGH = "write-through"
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """What an operator may tune. Counts are per step unless they say otherwise."""
@@ -39,6 +55,10 @@ class SchedulerConfig:
     """Waiting sequences beyond this are refused with QUEUE_FULL."""
     max_queue_tokens: int = 50_000_000
     """Waiting prompt tokens beyond this are refused with QUEUE_FULL."""
+    preemption_mode: PreemptionMode = PreemptionMode.AUTO
+    prefix_cache: bool = True
+    """Whether full blocks are kept under the hash of their tokens and found again by later prompts."""
+    host_cache: HostCache = HostCache.ON_EVICT
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +74,20 @@ class ExecutorLimits:
     """Lane ids are below this; at least max_num_seqs * (pipeline_depth + 1)."""
     max_model_len: int
     """Most tokens of one sequence, prompt and output."""
+    num_host_blocks: int = 0
+    """Blocks of the host tier; 0: this executor cannot swap."""
+    bytes_per_block: int = 0
+    """Bytes of one block in either tier."""
+    swap_out_bytes_per_s: float = 0.0
+    """Measured, device to host; 0: unknown."""
+    swap_in_bytes_per_s: float = 0.0
+    """Measured, host to device; 0: unknown."""
+    prefill_tokens_per_s: float = 0.0
+    """Measured; 0: unknown."""
+    model_fingerprint: str = ""
+    """Digest of configuration and weights; with `kv_dtype` it decides whose blocks are alike."""
+    kv_dtype: str = ""
+    """Type of keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +127,9 @@ class SequenceSpec:
     """Past it the sequence is dropped if it has never run."""
     group: int = 0
     """Who the tokens are for (the engine's number of a gateway); events are batched by it. The core only carries it."""
+    cache_salt: bytes = b""
+    """Sequences share cached blocks only if their salts are equal; derived from the tenant."""
+    adapter: str = ""
+    """Name of an adapter; sequences of different ones never share blocks."""
+    reads_prefix_cache: bool = True
+    """False: every position is computed anew (prompt log probabilities need that); its blocks may still be kept."""

@@ -92,3 +92,5 @@ class StepResult:
     status: StepStatus = StepStatus.OK
     row_errors: dict[int, RowErrorCode] = field(default_factory=dict)
     """Failed rows by index in the batch."""
+    finished_copy_steps: tuple[int, ...] = ()
+    """Plans whose copies have all finished since the last result, each reported once."""
