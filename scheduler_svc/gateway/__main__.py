@@ -25,7 +25,8 @@ from scheduler_svc.gateway import tokenizer
 from scheduler_svc.gateway.chat import TemplateCompileError
 from scheduler_svc.gateway.config import GatewaySettings
 from scheduler_svc.gateway.gguf_tokenizer import UnsupportedTokenizerError
-from scheduler_svc.gateway.scheduler_client import Identity, SchedulerRejectedError
+from scheduler_svc.gateway.link import Identity
+from scheduler_svc.gateway.scheduler_client import SchedulerRejectedError
 from scheduler_svc.gateway.server import Gateway
 
 _log = logging.getLogger(__name__)

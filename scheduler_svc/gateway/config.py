@@ -44,6 +44,11 @@ class GatewaySettings(ServiceSettings):
     """Seconds that a client may leave its stream unread before it is ended with SLOW_CONSUMER."""
     session_wait_s: float = Field(default=3.0, ge=0)
     """Seconds that a new request waits while the scheduler is not connected, before NOT_READY."""
+    answer_timeout_s: float = Field(default=5.0, gt=0)
+    """Seconds that the scheduler may take to queue or refuse a request. Then it is sent again over a new session; after
+    three times the request fails with NOT_READY."""
+    resume_timeout_s: float = Field(default=60.0, ge=0)
+    """Seconds that a stream which was admitted waits for a restarted scheduler that does not take it yet."""
     drain_timeout_s: float = Field(default=30.0, ge=0)
     """Seconds that running streams get to finish after SIGTERM."""
     chat_render_timeout_s: float = Field(default=2.0, gt=0)

@@ -21,11 +21,12 @@ from pagemill.model_files import ModelInfo
 from pagemill.v1 import inference_pb2_grpc, model_pb2_grpc
 from scheduler_svc.gateway.chat import ChatTemplate
 from scheduler_svc.gateway.config import GatewaySettings
+from scheduler_svc.gateway.link import AsyncLink, Identity
 from scheduler_svc.gateway.metrics import GatewayMetrics
 from scheduler_svc.gateway.models_service import ModelService
 from scheduler_svc.gateway.prompts import PromptEncoder
 from scheduler_svc.gateway.registry import Registry, draining
-from scheduler_svc.gateway.scheduler_client import AsyncLink, Identity, SchedulerClient
+from scheduler_svc.gateway.scheduler_client import SchedulerClient
 from scheduler_svc.gateway.service import InferenceService, ServedModel
 from scheduler_svc.gateway.status import ErrorInterceptor
 from scheduler_svc.gateway.tokenizer import TextTokenizer, TokenizerPool
@@ -83,7 +84,13 @@ class Gateway:
         self._background: set[asyncio.Task[object]] = set()
         self.registry = Registry(self.metrics, max_live=self.settings.max_live_requests)
         self.scheduler = SchedulerClient(
-            self.link, self.identity, self.metrics, self._on_ready, session_wait_s=self.settings.session_wait_s
+            self.link,
+            self.identity,
+            self.metrics,
+            self._on_ready,
+            session_wait_s=self.settings.session_wait_s,
+            answer_timeout_s=self.settings.answer_timeout_s,
+            resume_timeout_s=self.settings.resume_timeout_s,
         )
         self.pool = TokenizerPool(self.tokenizer, LIMITS.prompt_bytes_per_token * model.max_model_len)
         self._chat = self._chat_template()

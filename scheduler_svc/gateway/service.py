@@ -168,7 +168,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         tokenizer = self._pool.tokenizer
         rules = StopRules(max_tokens, generation.min_tokens, stop_ids, own, generation.stop, generation.include_stop)
         output = Output(tokenizer.new_detokenizer(), rules, tokenizer.literal)
-        return LiveStream(self._scheduler.new_id(), replay, output)
+        return LiveStream(self._scheduler.table.new_id(), replay, output)
 
     async def _admit(self, stream: LiveStream, call: Call) -> None:
         """Return when the scheduler has queued the stream (or another call has cancelled it)."""

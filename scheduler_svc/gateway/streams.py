@@ -66,6 +66,7 @@ class LiveStream:
         "bill",
         "cancel_requested",
         "error",
+        "num_tries",
         "output",
         "replay",
         "retry_until",
@@ -84,7 +85,9 @@ class LiveStream:
         self.error: PagemillError | None = None
         self.cancel_requested = False
         self.retry_until: float | None = None
-        """While an admitted stream is refused after a resubmission: when to give up."""
+        """While an admitted stream is refused, or not answered, after a resubmission: when to give up."""
+        self.num_tries = 0
+        """Sessions that ended with this stream submitted and not answered, since it was last accepted."""
         self._news = asyncio.Event()
 
     @property
@@ -102,6 +105,7 @@ class LiveStream:
         """The scheduler has queued it."""
         self.admitted = True
         self.retry_until = None
+        self.num_tries = 0
         self._news.set()
 
     def fail(self, error: PagemillError) -> None:

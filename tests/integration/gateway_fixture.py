@@ -23,7 +23,7 @@ from pagemill.model_files import ModelFormat, ModelInfo
 from pagemill.v1 import inference_pb2 as pb
 from pagemill.v1 import inference_pb2_grpc, model_pb2_grpc
 from scheduler_svc.gateway.config import GatewaySettings
-from scheduler_svc.gateway.scheduler_client import Identity
+from scheduler_svc.gateway.link import Identity
 from scheduler_svc.gateway.server import Gateway
 from scheduler_svc.gateway.tokenizer import TextTokenizer
 from tests.unit.gateway.tiny_tokenizer import CHATML, EOS, byte_level_tokenizer

@@ -66,11 +66,38 @@ async def test_a_request_that_no_scheduler_answered_is_refused_when_there_is_non
         await rig.probe()
 
 
+async def test_a_scheduler_that_answers_no_submit_is_asked_three_times_and_no_more() -> None:
+    async with running_gateway(answer_timeout_s=0.2) as rig:
+        rig.scheduler.script = silence
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await rig.generate(request())
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert reason_of(error.value) is Reason.NOT_READY
+        assert len(rig.scheduler.submits) == 3
+        await until(lambda: rig.scheduler.hellos == 4)
+        await until(lambda: rig.gateway.scheduler.ready)
+        await rig.probe()
+
+
+async def test_an_admitted_stream_that_no_session_takes_again_ends_too() -> None:
+    async with running_gateway(answer_timeout_s=0.1, resume_timeout_s=0.5) as rig:
+        rig.scheduler.script = some_tokens
+        call = rig.api.Generate(request(4), timeout=DEADLINE_S)
+        events = asyncio.create_task(rest_of(call))
+        await until(lambda: any(s.output.token_ids for s in rig.gateway.scheduler.table.streams.values()))
+        rig.scheduler.script = silence
+        rig.scheduler.restart()
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await events
+        assert reason_of(error.value) is Reason.NOT_READY
+        assert len(rig.scheduler.submits) > 3  # a promise is kept up for longer than three tries
+
+
 async def test_an_admitted_stream_outlasts_the_wait_for_a_session() -> None:
     async with running_gateway(session_wait_s=0.0) as rig:
         rig.scheduler.script = some_tokens
         task = asyncio.create_task(rig.generate(request(4)))
-        await until(lambda: any(s.output.token_ids for s in rig.gateway.scheduler._streams.values()))
+        await until(lambda: any(s.output.token_ids for s in rig.gateway.scheduler.table.streams.values()))
         die(rig)
         await session_lost(rig)
         rig.scheduler.script = emit([*b"abcd"])
@@ -124,7 +151,7 @@ async def test_a_cancelled_stream_that_is_refused_again_is_over() -> None:
         rig.scheduler.script = some_tokens
         call = rig.api.Generate(request(request_id="mine"), timeout=DEADLINE_S)
         events = asyncio.create_task(rest_of(call))
-        await until(lambda: any(s.output.token_ids for s in rig.gateway.scheduler._streams.values()))
+        await until(lambda: any(s.output.token_ids for s in rig.gateway.scheduler.table.streams.values()))
 
         async def refuse_once_cancelled(stream: FakeStream) -> None:
             await stream.cancelled.wait()
@@ -133,10 +160,10 @@ async def test_a_cancelled_stream_that_is_refused_again_is_over() -> None:
         rig.scheduler.script = refuse_once_cancelled
         rig.scheduler.restart()
         await until(lambda: len(rig.scheduler.submits) == 2)
-        stream = next(iter(rig.gateway.scheduler._streams.values()))
+        stream = next(iter(rig.gateway.scheduler.table.streams.values()))
         assert (await rig.api.Cancel(pb.CancelRequest(request_id="mine"))).cancelled
         await until(lambda: stream.bill is not None)  # at once: the call does not wait for a bill that never comes
-        assert stream.stream_id not in rig.gateway.scheduler._to_submit
+        assert stream.stream_id not in rig.gateway.scheduler.table.to_submit
         assert (await events)[-1].finished.reason == pb.FINISH_REASON_CANCELLED
         assert len(rig.scheduler.submits) == 2
 
@@ -184,7 +211,7 @@ async def test_a_fault_in_one_streams_output_ends_that_stream_alone(
         await until(lambda: len(seen) == 1)
         good = asyncio.create_task(rig.generate(request(4)))
         await until(lambda: len(seen) == 2)
-        output: Any = rig.gateway.scheduler._streams[seen[0].stream].output
+        output: Any = rig.gateway.scheduler.table.streams[seen[0].stream].output
         output.detokenizer = BrokenDetokenizer(broken)
         go.set()
         with pytest.raises(grpc.aio.AioRpcError) as error:

@@ -512,7 +512,7 @@ async def _survives(rig: Rig, trouble: Any) -> None:
     tasks = [asyncio.create_task(rig.generate(request(100))) for _ in range(30)]
     live = rig.scheduler.live
     await until(lambda: len(live) == 30 and all(stream.sent == 50 for stream in live.values()))
-    await until(lambda: all(len(s.output.token_ids) == 50 for s in rig.gateway.scheduler._streams.values()))
+    await until(lambda: all(len(s.output.token_ids) == 50 for s in rig.gateway.scheduler.table.streams.values()))
     trouble()
     answers = await asyncio.gather(*tasks)
     assert rig.scheduler.hellos >= 2

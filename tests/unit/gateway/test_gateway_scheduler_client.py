@@ -13,8 +13,10 @@ from pagemill.links import SendOutcome
 from pagemill.model_files import ModelFormat, ModelInfo
 from scheduler_svc.gateway import tokenizer
 from scheduler_svc.gateway.gguf_tokenizer import UnsupportedTokenizerError
+from scheduler_svc.gateway.link import Identity
 from scheduler_svc.gateway.metrics import GatewayMetrics
-from scheduler_svc.gateway.scheduler_client import Identity, SchedulerClient
+from scheduler_svc.gateway.scheduler_client import SchedulerClient
+from scheduler_svc.gateway.stream_table import StreamTable
 from tests.unit.gateway.tiny_tokenizer import byte_level_tokenizer
 
 
@@ -32,18 +34,18 @@ class _Nowhere:
         pass
 
 
-async def test_stream_numbers_are_positive_and_skip_the_living_when_they_come_round() -> None:
-    client = SchedulerClient(_Nowhere(), Identity("1", "i", "h", "f"), GatewayMetrics())
-    assert [client.new_id(), client.new_id()] == [1, 2]
+def test_stream_numbers_are_positive_and_skip_the_living_when_they_come_round() -> None:
+    table = StreamTable(GatewayMetrics())
+    assert [table.new_id(), table.new_id()] == [1, 2]
     living: Any = object()
-    client._streams[1] = living
-    client._next_id = 2**31 - 2
-    assert [client.new_id(), client.new_id()] == [2**31 - 1, 2]
+    table.streams[1] = living
+    table._next_id = 2**31 - 2
+    assert [table.new_id(), table.new_id()] == [2**31 - 1, 2]
 
 
 async def test_a_frame_that_was_not_taken_uses_up_no_number() -> None:
     client = SchedulerClient(_Nowhere(), Identity("1", "i", "h", "f"), GatewayMetrics())
-    client._hello()
+    assert not client._send(hello=client._identity.hello())
     assert client._channel.sent_seq == 0
 
 
