@@ -14,7 +14,8 @@ import torch
 from executor_svc.attention.base import AttentionBackend, AttentionError
 from executor_svc.attention.sdpa import SdpaBackend
 from executor_svc.batch import Batch
-from executor_svc.kv.pool import KvGeometry, KvPool
+from executor_svc.kv.geometry import KvGeometry
+from executor_svc.kv.pool import KvPool
 from executor_svc.models.base import CausalLM
 from executor_svc.models.layers import packs_bfloat16
 from executor_svc.models.registry import load_model

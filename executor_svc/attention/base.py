@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 
 from executor_svc.batch import Batch
-from executor_svc.kv.pool import KvGeometry, KvPool
+from executor_svc.kv.geometry import KvGeometry
+from executor_svc.kv.pool import KvPool
 
 
 class AttentionError(ValueError):

@@ -1,8 +1,8 @@
 """Reference attention in plain torch, on any device torch runs on: gather blocks, then dense attention.
 
 Every other backend is tested against this one. It is also the CPU path until the C kernels come, so it is written for
-speed where that costs no clarity. Per layer and group of rows, one gather (`index_select` of whole (block, head)
-pieces) puts keys and values side by side, padded to the longest; then
+speed where that costs no clarity. Per layer and group of rows, `KvBlocks.gather` puts keys and values of whole blocks
+side by side, padded to the longest, in the query's type whatever the blocks hold; then
 
 * decode rows: the query heads of a KV head are the rows of one small matrix, two `bmm` and a softmax. Rows are grouped
   by context length so that little is padded. `enable_gqa` instead reads the KV memory at 1.4 GB/s (measured; bmm: 20).
@@ -17,7 +17,6 @@ which NaN does not survive, and values there by zero, since 0 * NaN would be NaN
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -26,7 +25,9 @@ from torch.nn import functional
 
 from executor_svc.attention.base import FULL, AttentionOptions
 from executor_svc.batch import Batch
-from executor_svc.kv.pool import KvGeometry, KvPool
+from executor_svc.kv.geometry import KvGeometry
+from executor_svc.kv.layout import KvBlocks
+from executor_svc.kv.pool import KvPool
 
 _MAX_GATHER_BYTES = 32 << 20
 """Keys and values gathered at once, so that memory does not grow with rows times context. One row may need more."""
@@ -39,9 +40,6 @@ class SdpaBackend:
 
     name = "sdpa"
 
-    def __init__(self) -> None:
-        self._gathered = torch.empty(0)
-
     def refusal(self, geometry: KvGeometry) -> str | None:
         """As `AttentionBackend.refusal`: any block size and head size, floating point."""
         if not geometry.dtype.is_floating_point:
@@ -50,16 +48,7 @@ class SdpaBackend:
 
     def begin(self, batch: Batch, pool: KvPool) -> SdpaStep:
         """As `AttentionBackend.begin`."""
-        return SdpaStep(batch, pool, self._workspace)
-
-    def _workspace(self, rows: int, like: torch.Tensor) -> torch.Tensor:
-        """Memory for `rows` rows of the pool; the same for every gather, since fresh memory costs page faults."""
-        need = rows * like.shape[1]
-        held = self._gathered
-        if held.numel() < need or held.dtype != like.dtype or held.device != like.device:
-            with torch.inference_mode(False):
-                self._gathered = torch.empty(need, dtype=like.dtype, device=like.device)
-        return self._gathered[:need].view(rows, -1)
+        return SdpaStep(batch, pool.blocks)
 
 
 @dataclass(slots=True)
@@ -75,7 +64,7 @@ class _Group:
     padded_len: int
     """Positions gathered per row: a multiple of the block size."""
     index: torch.Tensor
-    """Pool rows of keys, then values, in layer 0: (2 * rows * kv_heads * blocks,)."""
+    """What `KvBlocks.gather` takes."""
     hidden: torch.Tensor | None
     """(rows, padded_len) bool: positions beyond the context. None: the gather holds no such positions."""
     stale: torch.Tensor | None
@@ -87,19 +76,14 @@ class _Group:
 class SdpaStep:
     """`AttentionStep` of `SdpaBackend`."""
 
-    def __init__(self, batch: Batch, pool: KvPool, workspace: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
-        self._workspace = workspace
-        self._geometry = pool.geometry
-        self._rows = pool.rows()
-        self._slots = pool.slots()
-        self._write_index = _write_index(batch.slot_mapping, pool.geometry)
-        self._groups = _group_rows(batch, pool.geometry)
+    def __init__(self, batch: Batch, blocks: KvBlocks) -> None:
+        self._blocks = blocks
+        self._store_index = blocks.store_index(batch.slot_mapping)
+        self._groups = _group_rows(batch, blocks)
 
     def write(self, layer: int, kv: torch.Tensor) -> None:
         """As `AttentionStep.write`."""
-        g = self._geometry
-        index = self._write_index + layer * 2 * g.num_kv_heads * g.block_size
-        self._slots.index_copy_(0, index, kv.reshape(-1, g.head_dim).to(g.dtype))
+        self._blocks.store(layer, self._store_index, kv)
 
     def attend(self, layer: int, query: torch.Tensor, options: AttentionOptions = FULL) -> torch.Tensor:
         """As `AttentionStep.attend`."""
@@ -113,26 +97,13 @@ class SdpaStep:
 
     def _gather(self, layer: int, group: _Group, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (rows * kv_heads, padded_len, head_dim) of a group, values zero beyond the contexts."""
-        g = self._geometry
-        index = group.index + layer * 2 * g.num_kv_heads
-        kv = self._workspace(index.numel(), self._rows)
-        torch.index_select(self._rows, 0, index, out=kv)
-        kv = kv.view(2, group.num_rows * g.num_kv_heads, group.padded_len, g.head_dim).to(dtype)
-        key, value = kv[0], kv[1]
+        key, value = self._blocks.gather(layer, group.index, group.num_rows, dtype)
         if group.stale is not None:
-            value.view(-1, g.head_dim).index_fill_(0, group.stale, 0)
+            value.view(-1, value.shape[-1]).index_fill_(0, group.stale, 0)
         return key, value
 
 
-def _write_index(slots: torch.Tensor, g: KvGeometry) -> torch.Tensor:
-    """Index into `KvPool.slots` of layer 0 for (token, K/V, head), flat and in that order."""
-    block, offset = slots // g.block_size, slots % g.block_size
-    pieces = torch.arange(2 * g.num_kv_heads, device=slots.device)
-    first = block * (g.num_layers * 2 * g.num_kv_heads)
-    return ((first[:, None] + pieces) * g.block_size + offset[:, None]).reshape(-1)
-
-
-def _group_rows(batch: Batch, g: KvGeometry) -> list[_Group]:
+def _group_rows(batch: Batch, blocks: KvBlocks) -> list[_Group]:
     starts = [0, *accumulate(batch.query_lens)]
     buckets: dict[int, list[int]] = {}
     groups = []
@@ -141,14 +112,14 @@ def _group_rows(batch: Batch, g: KvGeometry) -> list[_Group]:
             buckets.setdefault(_bucket(batch.context_lens[row]), []).append(row)
         else:
             tokens = slice(starts[row], starts[row + 1])
-            groups.append(_make_group(batch, g, [row], batch.context_lens[row], tokens))
+            groups.append(_make_group(batch, blocks, [row], batch.context_lens[row], tokens))
     for length, members in buckets.items():
-        most = max(1, _MAX_GATHER_BYTES // (length * 2 * g.num_kv_heads * g.head_dim * g.dtype.itemsize))
+        most = max(1, _MAX_GATHER_BYTES // blocks.gathered_bytes(length))
         for first in range(0, len(members), most):
             rows = members[first : first + most]
             index = torch.tensor([starts[row] for row in rows], device=batch.token_ids.device)
-            # A row alone needs no common length.
-            groups.append(_make_group(batch, g, rows, length if len(rows) > 1 else batch.context_lens[rows[0]], index))
+            reach = length if len(rows) > 1 else batch.context_lens[rows[0]]  # a row alone needs no common length
+            groups.append(_make_group(batch, blocks, rows, reach, index))
     return groups
 
 
@@ -161,7 +132,8 @@ def _bucket(context_len: int) -> int:
     return -(-context_len // step) * step
 
 
-def _make_group(batch: Batch, g: KvGeometry, rows: list[int], length: int, tokens: torch.Tensor | slice) -> _Group:
+def _make_group(batch: Batch, blocks: KvBlocks, rows: list[int], length: int, tokens: torch.Tensor | slice) -> _Group:
+    g = blocks.geometry
     context_lens = [batch.context_lens[row] for row in rows]
     num_blocks = -(-length // g.block_size)
     padded_len = num_blocks * g.block_size
@@ -169,9 +141,7 @@ def _make_group(batch: Batch, g: KvGeometry, rows: list[int], length: int, token
     tables = batch.block_tables[rows, :num_blocks].long()
     if tables.shape[1] < num_blocks:  # the table is as wide as the batch needs, the bucket may be wider
         tables = functional.pad(tables, (0, num_blocks - tables.shape[1]))
-    first = tables * (g.num_layers * 2 * g.num_kv_heads)
-    pieces = torch.arange(2 * g.num_kv_heads, device=device).view(2, 1, g.num_kv_heads, 1)
-    index = (first[None, :, None, :] + pieces).reshape(-1)
+    index = blocks.gather_index(tables)
     hidden = stale = None
     if min(context_lens) < padded_len:
         hidden = torch.arange(padded_len, device=device) >= torch.tensor(context_lens, device=device)[:, None]

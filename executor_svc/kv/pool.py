@@ -1,11 +1,4 @@
-"""The paged KV pool: bytes of all blocks of one tier, addressed by block id.
-
-Block-major, so that one block is one contiguous region and one copy::
-
-    [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]
-
-Head-major inside a block: attention reads one KV head's positions as one stream.
-"""
+"""The paged KV pool: bytes of all blocks of one tier, addressed by block id. What the bytes mean is in `layout`."""
 
 from __future__ import annotations
 
@@ -18,21 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-
-@dataclass(frozen=True, slots=True)
-class KvGeometry:
-    """Shape of one block."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    dtype: torch.dtype
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Of one block over all layers, keys and values."""
-        return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
+from executor_svc.kv.float_blocks import FloatBlocks
+from executor_svc.kv.geometry import KvGeometry
+from executor_svc.kv.layout import KvBlocks
 
 
 class KvPool:
@@ -48,21 +29,10 @@ class KvPool:
         self.geometry = geometry
         self.num_blocks = num_blocks
         self._memory = mmap.mmap(-1, num_blocks * geometry.bytes_per_block)
-        g = geometry
-        self.data = torch.frombuffer(self._memory, dtype=g.dtype).view(
-            num_blocks, g.num_layers, 2, g.num_kv_heads, g.block_size, g.head_dim
-        )
-
-    def rows(self) -> torch.Tensor:
-        """The pool as (num_blocks * num_layers * 2 * num_kv_heads, block_size * head_dim), without a copy.
-
-        Row ``((block * num_layers + layer) * 2 + kv) * num_kv_heads + head`` is one head's positions in one block.
-        """
-        return self.data.view(-1, self.geometry.block_size * self.geometry.head_dim)
-
-    def slots(self) -> torch.Tensor:
-        """The pool as (…, head_dim): `rows` with each position a row of its own, without a copy."""
-        return self.data.view(-1, self.geometry.head_dim)
+        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8).view(num_blocks, geometry.bytes_per_block)
+        layout = FloatBlocks
+        self.blocks: KvBlocks = layout(self._bytes, geometry)
+        """The same memory as keys and values."""
 
     def block_bytes(self) -> NDArray[np.uint8]:
         """All blocks as plain bytes, (num_blocks, bytes_per_block), without a copy: what moves between tiers.
@@ -79,7 +49,7 @@ class KvPool:
             if not 0 <= block < self.num_blocks:
                 raise ValueError(f"block {block} is outside the pool of {self.num_blocks} blocks")
         for run in _runs(src, dst):
-            self.data[run.dst : run.dst + run.length].copy_(self.data[run.src : run.src + run.length])
+            self._bytes[run.dst : run.dst + run.length].copy_(self._bytes[run.src : run.src + run.length])
 
 
 @dataclass(frozen=True, slots=True)

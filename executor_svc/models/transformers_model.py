@@ -18,7 +18,8 @@ import torch
 from executor_svc.attention.base import AttentionOptions, AttentionStep
 from executor_svc.attention.sdpa import SdpaBackend
 from executor_svc.batch import Batch
-from executor_svc.kv.pool import KvGeometry, KvPool
+from executor_svc.kv.geometry import KvGeometry
+from executor_svc.kv.pool import KvPool
 from executor_svc.models.base import ModelShape
 from executor_svc.models.rope import UnsupportedModelError
 from pagemill.model_files import ModelInfo

@@ -177,7 +177,7 @@ def test_poisoned_blocks_never_reach_the_logits(float32_runner: PagedRunner, cas
     """Every free block and every slot beyond a context holds NaN, as after a request that went wrong."""
     short = [case for case in cases if len(case.prompt) <= 64]
     rows = new_rows(float32_runner, [case.prompt for case in short], 2, random.Random(2))
-    float32_runner.pool.data.fill_(float("nan"))
+    float32_runner.pool.blocks.values.fill_(float("nan"))
     for _ in range(2):
         logits = forward(float32_runner, [(row, len(row.ids) - row.computed) for row in rows])
         assert logits.isfinite().all()

@@ -14,7 +14,8 @@ from executor_svc.attention import sdpa
 from executor_svc.attention.base import AttentionOptions
 from executor_svc.attention.sdpa import SdpaBackend
 from executor_svc.batch import Batch
-from executor_svc.kv.pool import KvGeometry, KvPool
+from executor_svc.kv.geometry import KvGeometry
+from executor_svc.kv.pool import KvPool
 
 LAYERS = 2
 
@@ -52,7 +53,7 @@ def run_case(
     rng = random.Random(seed)
     counts = [-(-context // block_size) for _, context in rows]
     pool = KvPool(KvGeometry(LAYERS, kv_heads, dim, block_size, dtype), sum(counts) + 2)
-    pool.data.fill_(poison)
+    pool.blocks.values.fill_(poison)
     free = list(range(pool.num_blocks))
     rng.shuffle(free)
     tables = torch.zeros(len(rows), max(counts), dtype=torch.int32)
@@ -66,8 +67,8 @@ def run_case(
         values.append(torch.randn(context, kv_heads, dim).to(dtype))
         for position in range(context - new):  # what earlier steps have written
             block, offset = blocks[position // block_size], position % block_size
-            pool.data[block, 1, 0, :, offset] = keys[i][position]
-            pool.data[block, 1, 1, :, offset] = values[i][position]
+            pool.blocks.values[block, 1, 0, :, offset] = keys[i][position]
+            pool.blocks.values[block, 1, 1, :, offset] = values[i][position]
         queries.append(torch.randn(new, heads, dim).to(dtype))
         positions += range(context - new, context)
         slots += [blocks[p // block_size] * block_size + p % block_size for p in range(context - new, context)]
@@ -136,8 +137,8 @@ def test_a_nan_row_does_not_reach_its_neighbours() -> None:
     """Rows that share a gather: NaN in the context of one is its own affair (docs: one bad row fails that row only)."""
     torch.manual_seed(0)
     pool = KvPool(KvGeometry(1, 1, 8, 4, torch.float32), 4)
-    pool.data.normal_()
-    pool.data[2] = math.nan
+    pool.blocks.values.normal_()
+    pool.blocks.values[2] = math.nan
     batch = Batch(torch.zeros(2, dtype=torch.int64), torch.tensor([3, 3]), torch.tensor([7, 11]), [1, 1], [4, 4],
                   torch.tensor([[1], [2]], dtype=torch.int32), [])  # fmt: skip
     out = SdpaBackend().begin(batch, pool).attend(0, torch.randn(2, 2, 8))

@@ -44,9 +44,9 @@ def test_without_sampling_rows_only_kv_is_written(tmp_path: Path) -> None:
     batch = Batch(torch.tensor([1, 2]), torch.arange(2), torch.tensor([4, 5]), [2], [2],
                   torch.tensor([[1]], dtype=torch.int32), [])  # fmt: skip
     assert runner.forward(batch).shape == (0, 4)
-    assert runner.pool.data[1, :, :, :, :2].abs().sum() > 0
-    assert not runner.pool.data[0].any()
-    assert not runner.pool.data[1, :, :, :, 2:].any()
+    assert runner.pool.blocks.values[1, :, :, :, :2].abs().sum() > 0
+    assert not runner.pool.blocks.values[0].any()
+    assert not runner.pool.blocks.values[1, :, :, :, 2:].any()
 
 
 @pytest.mark.parametrize(
