@@ -1,47 +1,80 @@
-"""Checks that explain every block of a pool. Cheap enough to call when idle; they change nothing."""
+"""Checks that explain every block of a pool. They change nothing.
+
+When all is well, `check_pool` compares whole lists, about 0.2 µs a block; it looks at blocks one by one only
+to say what is wrong. `check_conservation` costs nothing to speak of and may run at any time.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from cache_svc.blocks.pool import BlockPool
 
 
-def check_pool(pool: BlockPool, tables: Iterable[list[int]], fenced: Iterable[int]) -> list[str]:
-    """What is wrong, one line each; empty when every reference and every fence is explained.
-
-    `tables` are all lists that own references, `fenced` is every id given to `settle` in future, with repeats.
-    """
-    refs = Counter(block_id for table in tables for block_id in table)
-    fences = Counter(fenced)
-    free = pool.free_ids()
-    on_free_list = Counter(free)
-    problems = _check_counts(pool, len(free))
-    for block_id in range(pool.num_blocks):
-        if pool.num_refs(block_id) != refs[block_id]:
-            problems.append(f"block {block_id}: {pool.num_refs(block_id)} references, {refs[block_id]} explained")
-        if pool.num_fences(block_id) != fences[block_id]:
-            problems.append(f"block {block_id}: {pool.num_fences(block_id)} fences, {fences[block_id]} explained")
-        held = bool(pool.num_refs(block_id) or pool.num_fences(block_id))
-        if on_free_list[block_id] != (0 if held else 1):
-            problems.append(f"block {block_id}: {on_free_list[block_id]} times on the free list, {held = }")
-    return problems
-
-
-def _check_counts(pool: BlockPool, num_on_free_list: int) -> list[str]:
-    """Conservation, and the two counters against the per-block state."""
+def check_conservation(pool: BlockPool) -> list[str]:
+    """What is wrong with the counters of the pool, one line each; O(1)."""
     problems = []
     total = pool.num_free + pool.num_used + pool.num_cached + pool.num_in_flight + pool.num_reserved
     if total != pool.num_blocks:
         problems.append(f"free + used + cached + in flight + reserved = {total}, not {pool.num_blocks}")
-    if pool.num_reserved > num_on_free_list:
-        problems.append(f"{pool.num_reserved} blocks are reserved, {num_on_free_list} are free")
-    ids = range(pool.num_blocks)
-    num_used = sum(1 for block_id in ids if pool.num_refs(block_id))
-    if num_used != pool.num_used:
-        problems.append(f"{num_used} blocks have references, the counter says {pool.num_used}")
-    num_in_flight = sum(1 for block_id in ids if not pool.num_refs(block_id) and pool.num_fences(block_id))
-    if num_in_flight != pool.num_in_flight:
-        problems.append(f"{num_in_flight} blocks are in flight, the counter says {pool.num_in_flight}")
+    if pool.num_allocatable < 0:
+        problems.append(f"{pool.num_reserved} blocks are reserved, {-pool.num_allocatable} more than free or cached")
     return problems
+
+
+def check_pool(pool: BlockPool, tables: Iterable[Sequence[int]], fenced: Iterable[int]) -> list[str]:
+    """What is wrong, one line each; empty when every reference, every fence, both lists and every key are explained.
+
+    `tables` are all lists that own references, `fenced` is every id given to `settle` in future, with repeats.
+    """
+    refs, fences, keys = pool.ref_counts(), pool.fence_counts(), pool.block_keys()
+    loose = [block_id for block_id, held in enumerate(zip(refs, fences, strict=True)) if held == (0, 0)]
+    free = [block_id for block_id in loose if keys[block_id] is None]
+    cached = [block_id for block_id in loose if keys[block_id] is not None]
+    return [
+        *check_conservation(pool),
+        *_check_counts("references", refs, (block_id for table in tables for block_id in table)),
+        *_check_counts("fences", fences, fenced),
+        *_check_list("free list", pool.free_ids(), free),
+        *_check_list("cached list", pool.cached_ids(), cached),
+        *_check_number("blocks have references", len(refs) - refs.count(0), pool.num_used),
+        *_check_number("blocks are in flight", refs.count(0) - len(loose), pool.num_in_flight),
+        *_check_keys(pool, keys),
+    ]
+
+
+def _check_counts(what: str, found: list[int], holders: Iterable[int]) -> Iterable[str]:
+    """Every block has as many as there are holders, and every holder's block exists."""
+    explained = Counter(holders)
+    if explained == Counter({block_id: count for block_id, count in enumerate(found) if count}):
+        return
+    for block_id in sorted({*range(len(found)), *explained}):
+        count = found[block_id] if 0 <= block_id < len(found) else 0
+        if count != explained[block_id]:
+            yield f"block {block_id}: {count} {what}, {explained[block_id]} explained"
+
+
+def _check_list(what: str, found: list[int], expected: list[int]) -> Iterable[str]:
+    """The list has exactly the blocks that it should have, once each; `expected` is in order of ids."""
+    if sorted(found) == expected:
+        return
+    times, should = Counter(found), Counter(expected)
+    for block_id in sorted(times.keys() | should.keys()):
+        if times[block_id] != should[block_id]:
+            yield f"block {block_id}: {times[block_id]} times on the {what}, {should[block_id]} explained"
+
+
+def _check_number(what: str, counted: int, kept: int) -> Iterable[str]:
+    if counted != kept:
+        yield f"{counted} {what}, the counter says {kept}"
+
+
+def _check_keys(pool: BlockPool, keys: list[bytes | None]) -> Iterable[str]:
+    """Looking up the key of a block gives that block, and every key that can be looked up is some block's."""
+    index = pool.index()
+    if len(index) != len(keys) - keys.count(None):
+        yield f"{len(keys) - keys.count(None)} blocks have a key, the index has {len(index)}"
+    for block_id, key in enumerate(keys):
+        if key is not None and index.get(key) != block_id:
+            yield f"block {block_id}: its key is found at {index.get(key)}"

@@ -1,30 +1,48 @@
-"""`BlockPool`: who holds which block of one tier of one executor.
+"""`BlockPool`: who holds which block of one tier of one executor, and which blocks hold known content.
 
-    allocate            release (last reference)            next allocate
-    free ──────► used ──────────────────────────────► free
-                   │ release(fenced=True)       ▲
-                   └──────────► in flight ──────┘ settle (the last fence has passed)
+                          release (last reference), settle (last fence)
+              allocate    without a key          with a key
+    free ──────► used ────────► free               used ────────► cached ──┐
+      ▲            │ release(fenced=True)            ▲                     │ allocate: the least recently used
+      │            └──► in flight ──► settle         └──── retain ─────────┤ loses its key and is used
+      └──────────────────────────────── unpublish, flush ──────────────────┘
 
-A block may be shared (`retain`), and several fences may hold it at once; it is free when neither a reference nor a
-fence is left. A second tier is a second instance. Callers ask only `allocate` and `num_allocatable`, so content kept
-for reuse (a block that nobody refers to but that still has a hash) can enter here as one more state that `allocate`
-evicts, oldest first, without any caller noticing.
+A block may be shared (`retain`), and several fences may hold it at once. `publish` says that a block which is used or
+in flight holds the content named by a key (`hashing`); the block can be found under its key for as long as it has one.
+When neither a reference nor a fence is left, a block with a key is *cached*: kept for reuse, and taken back by
+`allocate` when nothing is free. A second tier is a second instance.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 
 class BlockPool:
-    """Reference counts and the free list of `num_blocks` blocks with ids from 0.
+    """Reference counts, keys and eviction order of `num_blocks` blocks with ids from 0.
 
-    Invariant: free + used + cached + in flight + reserved = total. The free list is in eviction order: the block that
-    has been free the longest goes first, so content stays as long as it can.
+    Invariant: free + used + cached + in flight + reserved = total, and a key belongs to at most one block. Reserved
+    blocks are a number, not ids: they are carved out of the free ones first, then out of the cached ones.
+
+    Blocks are given out in the order in which they were given back, those without content first, so content stays as
+    long as it can. What one call gives back goes from the last id to the first: of a table the tail is evicted before
+    the head, which more requests share and without which the tail cannot be found.
     """
 
-    __slots__ = ("_fences", "_free", "_refs", "num_blocks", "num_in_flight", "num_reserved", "num_used")
+    __slots__ = (
+        "_cached",
+        "_fences",
+        "_free",
+        "_index",
+        "_keys",
+        "_refs",
+        "num_blocks",
+        "num_evictions",
+        "num_in_flight",
+        "num_reserved",
+        "num_used",
+    )
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
@@ -33,40 +51,56 @@ class BlockPool:
         self.num_used = 0
         """Blocks with at least one reference."""
         self.num_in_flight = 0
-        """Blocks without a reference that a step in flight may still touch."""
+        """Blocks without a reference that a step or copy in flight may still touch."""
         self.num_reserved = 0
-        """Free blocks that are promised: only `allocate(reserved=True)` takes them."""
+        """Free or cached blocks that are promised: only `allocate(reserved=True)` takes them."""
+        self.num_evictions = 0
+        """Cached blocks that `allocate` has taken, since the start."""
         self._free: deque[int] = deque(range(num_blocks))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        # A set of ids, least recently used first. Not a plain dict, which takes longer and longer to find its first
+        # entry when the front is deleted again and again.
         self._refs = [0] * num_blocks
         self._fences = [0] * num_blocks
+        self._keys: list[bytes | None] = [None] * num_blocks
+        self._index: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
-        """Blocks without reference, fence, content or promise."""
-        return len(self._free) - self.num_reserved
+        """Blocks without reference, fence, key or promise."""
+        return max(0, len(self._free) - self.num_reserved)
 
     @property
     def num_cached(self) -> int:
-        """Blocks without a reference whose content is kept for reuse; none until there is a prefix index."""
-        return 0
+        """Blocks without reference, fence or promise whose content is known."""
+        return len(self._cached) - max(0, self.num_reserved - len(self._free))
 
     @property
     def num_allocatable(self) -> int:
-        """The largest `n` for which `allocate(n)` gives blocks now."""
-        return len(self._free) - self.num_reserved
+        """The largest `n` for which `allocate(n)` gives blocks now: free and cached, less reserved."""
+        return len(self._free) + len(self._cached) - self.num_reserved
 
-    def allocate(self, num_blocks: int, *, reserved: bool = False) -> list[int] | None:
+    def allocate(
+        self, num_blocks: int, *, reserved: bool = False, evicted: list[tuple[int, bytes]] | None = None
+    ) -> list[int] | None:
         """Takes blocks with one reference each, all or nothing; None when there are not enough.
 
-        With `reserved` they come out of an earlier `reserve`, which cannot fail: ValueError past the promise.
+        Free ones first, then the least recently used cached ones; each of those loses its key, and `(block_id, key)`
+        is appended to `evicted`, oldest first. With `reserved` they come out of an earlier `reserve`, which cannot
+        fail: ValueError past the promise.
         """
         free = self._free
         if reserved:
             self.unreserve(num_blocks)
-        elif num_blocks > len(free) - self.num_reserved:
+        elif num_blocks > len(free) + len(self._cached) - self.num_reserved:
             return None
+        elif num_blocks < 0:
+            raise ValueError(f"Got {num_blocks = } but expected at least 0")
+        num_free = len(free)
         popleft = free.popleft
-        block_ids = [popleft() for _ in range(num_blocks)]
+        block_ids = [popleft() for _ in range(num_blocks if num_blocks < num_free else num_free)]
+        if num_blocks > num_free:
+            block_ids += self._evict(num_blocks - num_free, evicted)
         refs = self._refs
         for block_id in block_ids:
             refs[block_id] = 1
@@ -74,7 +108,9 @@ class BlockPool:
         return block_ids
 
     def reserve(self, num_blocks: int) -> bool:
-        """Promises free blocks to a later `allocate(reserved=True)`; False, changing nothing, if there are too few."""
+        """Promises blocks to a later `allocate(reserved=True)`; False, changing nothing, if there are too few."""
+        if num_blocks < 0:
+            raise ValueError(f"Got {num_blocks = } but expected at least 0")
         if num_blocks > self.num_allocatable:
             return False
         self.num_reserved += num_blocks
@@ -87,46 +123,117 @@ class BlockPool:
         self.num_reserved -= num_blocks
 
     def retain(self, block_ids: Sequence[int]) -> None:
-        """Adds a reference to each; a block in flight becomes used. ValueError, changing nothing, for a free one."""
-        refs, fences = self._refs, self._fences
-        if any(refs[block_id] == 0 and fences[block_id] == 0 for block_id in block_ids):
-            raise ValueError(f"Got {block_ids = } but expected blocks that are used or in flight")
+        """Adds a reference to each; a block in flight or cached becomes used.
+
+        ValueError, changing nothing, for a free block, and when more cached ones would be taken than are allocatable:
+        that would break a promise. To start on a prefix that was found: compare `num_cached_in` plus the blocks to
+        allocate with `num_allocatable`, then retain, then allocate, which might evict what is not retained yet.
+        """
+        refs, fences, keys = self._refs, self._fences, self._keys
+        idle = {block_id for block_id in block_ids if refs[block_id] == 0 and fences[block_id] == 0}
+        if any(keys[block_id] is None for block_id in idle):
+            raise ValueError(f"Got {block_ids = } but expected blocks that are used, in flight or cached")
+        if len(idle) > self.num_allocatable:
+            raise ValueError(
+                f"Got {len(idle)} cached blocks but expected at most {self.num_allocatable}, less reserved"
+            )
         for block_id in block_ids:
             if refs[block_id] == 0:
-                self.num_in_flight -= 1
+                if fences[block_id]:
+                    self.num_in_flight -= 1
+                else:
+                    del self._cached[block_id]
                 self.num_used += 1
             refs[block_id] += 1
 
     def release(self, block_ids: Sequence[int], *, fenced: bool = False) -> None:
         """Drops a reference of each; ids must differ. ValueError, changing nothing, for one without a reference.
 
-        A block without any reference left is free at once, or with `fenced` in flight until `settle`. The last block
-        of a table goes to the head of what this call frees: a shared prefix is worth more than a tail.
+        A block without any reference left is cached or free at once, or with `fenced` in flight until `settle`.
         """
-        refs, fences, free = self._refs, self._fences, self._free
+        refs, fences, keys = self._refs, self._fences, self._keys
         if block_ids and min(map(refs.__getitem__, block_ids)) < 1:
             raise ValueError(f"Got {block_ids = } but expected blocks with a reference")
         for block_id in reversed(block_ids):
-            refs[block_id] -= 1
+            num_refs = refs[block_id] = refs[block_id] - 1
             if fenced:
                 fences[block_id] += 1
-            if refs[block_id] == 0:
+            if num_refs == 0:
                 self.num_used -= 1
                 if fences[block_id]:
                     self.num_in_flight += 1
+                elif keys[block_id] is None:
+                    self._free.append(block_id)
                 else:
-                    free.append(block_id)
+                    self._cached[block_id] = None
 
     def settle(self, block_ids: Sequence[int]) -> None:
-        """Drops one fence of each; ids may repeat. ValueError for a block without one."""
-        refs, fences, free = self._refs, self._fences, self._free
-        for block_id in block_ids:
+        """Drops one fence of each; ids may repeat. ValueError for a block without one.
+
+        Give tables whole and head first, one after another: as in `release`, tails come before heads, also when
+        several tables share a head. What settles together counts as used at the same time.
+        """
+        refs, fences, keys = self._refs, self._fences, self._keys
+        for block_id in reversed(block_ids):
             if fences[block_id] < 1:
                 raise ValueError(f"Got {block_id = } but expected a fenced block")
             fences[block_id] -= 1
             if fences[block_id] == 0 and refs[block_id] == 0:
                 self.num_in_flight -= 1
-                free.append(block_id)
+                if keys[block_id] is None:
+                    self._free.append(block_id)
+                else:
+                    self._cached[block_id] = None
+
+    def publish(self, block_id: int, key: bytes) -> bool:
+        """The block's content is known under `key` from now on; False, changing nothing, if another block has the key.
+
+        True also when it has that key already. ValueError for a free block, and for one with another key: its content
+        would have to be given up first (`unpublish`).
+        """
+        present = self._keys[block_id]
+        if present is not None:
+            if present != key:
+                raise ValueError(f"Got {block_id = } with another key but expected one without")
+            return True
+        if self._refs[block_id] == 0 and self._fences[block_id] == 0:
+            raise ValueError(f"Got {block_id = }, which is free, but expected one that is used or in flight")
+        if self._index.setdefault(key, block_id) != block_id:
+            return False
+        self._keys[block_id] = key
+        return True
+
+    def unpublish(self, block_id: int) -> None:
+        """The block's content is not to be trusted: it loses its key, and if it was cached, it is free. Else no-op."""
+        key = self._keys[block_id]
+        if key is None:
+            return
+        self._keys[block_id] = None
+        del self._index[key]
+        if self._refs[block_id] == 0 and self._fences[block_id] == 0:
+            del self._cached[block_id]
+            self._free.append(block_id)
+
+    def flush(self) -> int:
+        """Forgets every key, so that cached blocks are free; how many keys there were. Counts as no eviction."""
+        num_keys = len(self._index)
+        for block_id in self._index.values():
+            self._keys[block_id] = None
+        self._index.clear()
+        self._free.extend(self._cached)
+        self._cached.clear()
+        return num_keys
+
+    def lookup(self, key: bytes) -> int | None:
+        """The block with this content, used, in flight or cached; None if there is none. Does not count as a use.
+
+        One in flight may still be written by the step that holds it; who reads it must come after that step.
+        """
+        return self._index.get(key)
+
+    def key_of(self, block_id: int) -> bytes | None:
+        """The key that the block's content is known under; None without."""
+        return self._keys[block_id]
 
     def num_refs(self, block_id: int) -> int:
         """References to the block."""
@@ -136,6 +243,46 @@ class BlockPool:
         """Fences that hold the block."""
         return self._fences[block_id]
 
+    def num_cached_in(self, block_ids: Sequence[int]) -> int:
+        """How many of these blocks are cached, which is by how much `retain` lowers `num_allocatable`."""
+        cached = self._cached
+        return len({block_id for block_id in block_ids if block_id in cached})
+
     def free_ids(self) -> list[int]:
-        """The free list in eviction order, promised blocks included; for checks."""
+        """The free list in the order of allocation, promised blocks included; for checks."""
         return list(self._free)
+
+    def cached_ids(self) -> list[int]:
+        """The cached blocks in the order of eviction, promised blocks included; for checks."""
+        return list(self._cached)
+
+    def ref_counts(self) -> list[int]:
+        """`num_refs` of every block; for checks."""
+        return self._refs.copy()
+
+    def fence_counts(self) -> list[int]:
+        """`num_fences` of every block; for checks."""
+        return self._fences.copy()
+
+    def block_keys(self) -> list[bytes | None]:
+        """`key_of` every block; for checks."""
+        return self._keys.copy()
+
+    def index(self) -> dict[bytes, int]:
+        """Where `lookup` finds which key; for checks and inventories."""
+        return self._index.copy()
+
+    def _evict(self, num_blocks: int, evicted: list[tuple[int, bytes]] | None) -> list[int]:
+        """Takes the least recently used cached blocks, which must be there, out of the cache."""
+        block_ids = []
+        for _ in range(num_blocks):
+            block_id, _none = self._cached.popitem(last=False)
+            key = self._keys[block_id]
+            assert key is not None
+            self._keys[block_id] = None
+            del self._index[key]
+            block_ids.append(block_id)
+            if evicted is not None:
+                evicted.append((block_id, key))
+        self.num_evictions += num_blocks
+        return block_ids

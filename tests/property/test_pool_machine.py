@@ -1,4 +1,8 @@
-"""The block pool against a model that keeps, for each block, its references and its fences as plain numbers."""
+"""The block pool against a model in plain lists: who refers to what, what each key holds, when it was last used.
+
+The model knows nothing of free lists that hold ids of cached blocks or of counters that are kept up to date: it counts
+anew each time, and finds the block to evict as the one with the smallest mark of last use.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from cache_svc.blocks.invariants import check_pool
 from cache_svc.blocks.pool import BlockPool
 
+KEYS = [bytes([number]) * 32 for number in range(7)]
+"""So few that two blocks are often to be published under one key: as if somebody had forged a duplicate."""
+
 
 class PoolMachine(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(4, 8))
@@ -22,27 +29,60 @@ class PoolMachine(RuleBasedStateMachine):
         self.reserved = 0
         self.free_order = list(range(num_blocks))
         """The model's free list: whoever is here longest goes first."""
+        self.holder: dict[bytes, int] = {}
+        """The block that each key is to be found at."""
+        self.last_use: dict[int, tuple[int, int]] = {}
+        """Of each cached block: the number of the call that gave it back, and how far from the end of its table."""
+        self.num_calls = 0
+        self.num_evictions = 0
 
     def held(self, block_id: int) -> bool:
         return any(block_id in group for group in [*self.tables, *self.fenced])
 
-    def freed(self, block_ids: list[int]) -> None:
-        self.free_order += [b for b in dict.fromkeys(block_ids) if not self.held(b)]
+    def has_key(self, block_id: int) -> bool:
+        return block_id in self.holder.values()
+
+    def given_back(self, block_ids: list[int]) -> None:
+        """Whoever of these (tables, head first) is held by nobody now is cached or free."""
+        self.num_calls += 1
+        loose = [b for b in dict.fromkeys(block_ids) if not self.held(b)]
+        for place, block_id in enumerate(reversed(loose)):
+            if self.has_key(block_id):
+                self.last_use[block_id] = (self.num_calls, place)
+            else:
+                self.free_order.append(block_id)
+
+    @property
+    def num_allocatable(self) -> int:
+        return len(self.free_order) + len(self.last_use) - self.reserved
+
+    def taken(self, block_ids: list[int] | None, count: int, evicted: list[tuple[int, bytes]]) -> None:
+        """`count` blocks were given out: the free ones first, then the cached ones, least recently used first."""
+        oldest = sorted(self.last_use, key=self.last_use.__getitem__)[: max(0, count - len(self.free_order))]
+        assert block_ids == self.free_order[:count] + oldest
+        key_of = {block_id: key for key, block_id in self.holder.items()}
+        assert evicted == [(block_id, key_of[block_id]) for block_id in oldest]
+        del self.free_order[:count]
+        for block_id in oldest:
+            del self.last_use[block_id], self.holder[key_of[block_id]]
+        self.num_evictions += len(oldest)
+        self.tables.append(list(block_ids))
 
     @rule(count=st.integers(0, 9))
     def allocate(self, count: int) -> None:
-        can = count <= len(self.free_order) - self.reserved
+        can = count <= self.num_allocatable
         assert can == (count <= self.pool.num_allocatable)
-        block_ids = self.pool.allocate(count)
+        evicted: list[tuple[int, bytes]] = []
+        block_ids = self.pool.allocate(count, evicted=evicted)
         assert (block_ids is not None) == can
-        if block_ids is not None:
-            assert block_ids == self.free_order[:count], "not the ones that were free the longest"
-            del self.free_order[:count]
-            self.tables.append(block_ids)
+        if can:
+            self.taken(block_ids, count, evicted)
+        else:
+            assert evicted == []
 
     @rule(count=st.integers(0, 9))
     def reserve(self, count: int) -> None:
-        can = count <= len(self.free_order) - self.reserved
+        can = count <= self.num_allocatable
         assert self.pool.reserve(count) == can
         self.reserved += count if can else 0
 
@@ -51,19 +91,10 @@ class PoolMachine(RuleBasedStateMachine):
         count = data.draw(st.integers(0, self.reserved))
         self.reserved -= count
         if take:
-            block_ids = self.pool.allocate(count, reserved=True)
-            assert block_ids == self.free_order[:count]
-            del self.free_order[:count]
-            self.tables.append(block_ids)
+            evicted: list[tuple[int, bytes]] = []
+            self.taken(self.pool.allocate(count, reserved=True, evicted=evicted), count, evicted)
         else:
             self.pool.unreserve(count)
-
-    @rule()
-    def more_than_is_reserved_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="reserved"):
-            self.pool.allocate(self.reserved + 1, reserved=True)
-        with pytest.raises(ValueError, match="reserved"):
-            self.pool.unreserve(self.reserved + 1)
 
     @rule(data=st.data(), fenced=st.booleans())
     def release(self, data: st.DataObject, fenced: bool) -> None:
@@ -72,7 +103,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.release(table, fenced=fenced)
             if fenced:
                 self.fenced.append(table)
-            self.freed(table[::-1])
+            self.given_back(table)
 
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
@@ -85,35 +116,121 @@ class PoolMachine(RuleBasedStateMachine):
             self.tables.append(list(head))
 
     @rule(data=st.data())
-    def settle(self, data: st.DataObject) -> None:
-        if self.fenced:
-            held = self.fenced.pop(data.draw(st.integers(0, len(self.fenced) - 1)))
-            self.pool.settle(held)
-            self.freed(held)
+    def hit(self, data: st.DataObject) -> None:
+        """Another sequence takes what it finds under some keys, unless that would break a promise."""
+        wanted = data.draw(st.lists(st.sampled_from(KEYS), unique=True, max_size=5))
+        found = [block_id for key in wanted if (block_id := self.pool.lookup(key)) is not None]
+        assert found == [self.holder[key] for key in wanted if key in self.holder]
+        cached = [block_id for block_id in found if block_id in self.last_use]
+        assert self.pool.num_cached_in(found + found) == len(cached)
+        if len(cached) > self.num_allocatable:
+            with pytest.raises(ValueError, match="being reserved"):
+                self.pool.retain(found)
+            return
+        self.pool.retain(found)
+        self.tables.append(found)
+        for block_id in cached:
+            del self.last_use[block_id]
 
     @rule(data=st.data())
-    def misuse_raises(self, data: st.DataObject) -> None:
+    def settle(self, data: st.DataObject) -> None:
+        """One fence passes, or several at once, which may hold the same block."""
+        if self.fenced:
+            count = data.draw(st.integers(1, len(self.fenced)))
+            passed, self.fenced = self.fenced[:count], self.fenced[count:]
+            block_ids = [block_id for table in passed for block_id in table]
+            self.pool.settle(block_ids)
+            self.given_back(block_ids)
+
+    @rule(data=st.data(), key=st.sampled_from(KEYS))
+    def publish(self, data: st.DataObject, key: bytes) -> None:
+        block_id = data.draw(st.integers(0, self.pool.num_blocks - 1))
+        present = next((k for k, holder in self.holder.items() if holder == block_id), None)
+        if (present is not None and present != key) or block_id in self.free_order:
+            with pytest.raises(ValueError, match="Got block_id"):
+                self.pool.publish(block_id, key)
+            return
+        assert self.pool.publish(block_id, key) == (self.holder.get(key, block_id) == block_id)
+        self.holder.setdefault(key, block_id)
+
+    @rule(data=st.data(), first=st.integers(0, len(KEYS) - 1))
+    def publish_a_table(self, data: st.DataObject, first: int) -> None:
+        """As a prompt does that has been computed: one key after another, where nobody has them yet."""
+        if self.tables:
+            table = self.tables[data.draw(st.integers(0, len(self.tables) - 1))]
+            for block_id, key in zip(table, KEYS[first:], strict=False):
+                if not self.has_key(block_id):
+                    assert self.pool.publish(block_id, key) == (key not in self.holder)
+                    self.holder.setdefault(key, block_id)
+
+    @rule(data=st.data())
+    def unpublish(self, data: st.DataObject) -> None:
+        block_id = data.draw(st.integers(0, self.pool.num_blocks - 1))
+        self.pool.unpublish(block_id)
+        self.holder = {key: holder for key, holder in self.holder.items() if holder != block_id}
+        if self.last_use.pop(block_id, None) is not None:
+            self.free_order.append(block_id)
+
+    @rule()
+    def flush(self) -> None:
+        assert self.pool.flush() == len(self.holder)
+        self.holder.clear()
+        self.free_order += sorted(self.last_use, key=self.last_use.__getitem__)
+        self.last_use.clear()
+
+    @rule(data=st.data(), key=st.sampled_from(KEYS))
+    def misuse_raises(self, data: st.DataObject, key: bytes) -> None:
         block_id = data.draw(st.integers(0, self.pool.num_blocks - 1))
         if not any(block_id in table for table in self.tables):
             with pytest.raises(ValueError, match="with a reference"):
-                self.pool.release([block_id])
+                self.pool.release([*dict.fromkeys(b for table in self.tables for b in table), block_id])
         if not any(block_id in held for held in self.fenced):
             with pytest.raises(ValueError, match="fenced"):
                 self.pool.settle([block_id])
-        if not self.held(block_id):
-            with pytest.raises(ValueError, match="used or in flight"):
-                self.pool.retain([block_id])
+        if block_id in self.free_order:
+            with pytest.raises(ValueError, match="used, in flight or cached"):
+                self.pool.retain([*self.holder.values(), block_id])
+        for misuse in (
+            lambda: self.pool.allocate(self.reserved + 1, reserved=True),
+            lambda: self.pool.unreserve(self.reserved + 1),
+            lambda: self.pool.unreserve(-1),
+            lambda: self.pool.allocate(-1),
+            lambda: self.pool.reserve(-1),
+        ):
+            with pytest.raises(ValueError, match="Got num_blocks"):
+                misuse()
 
     @invariant()
     def every_block_is_in_one_place(self) -> None:
         pool: Any = getattr(self, "pool", None)
         if pool is None:
             return
-        assert check_pool(pool, self.tables, [b for held in self.fenced for b in held]) == []
-        assert pool.free_ids() == self.free_order
+        fenced = [block_id for held in self.fenced for block_id in held]
+        assert check_pool(pool, self.tables, fenced) == []
+        used = {block_id for table in self.tables for block_id in table}
+        assert pool.num_used == len(used)
+        assert pool.num_in_flight == len(set(fenced) - used)
         assert pool.num_reserved == self.reserved
-        assert pool.num_used == len({b for table in self.tables for b in table})
+        from_free = min(self.reserved, len(self.free_order))
+        assert pool.num_free == len(self.free_order) - from_free
+        assert pool.num_cached == len(self.last_use) - (self.reserved - from_free)
+        assert pool.num_allocatable == self.num_allocatable
+        assert pool.num_evictions == self.num_evictions
+
+    @invariant()
+    def every_key_is_where_it_should_be(self) -> None:
+        pool: Any = getattr(self, "pool", None)
+        if pool is None:
+            return
+        assert pool.free_ids() == self.free_order
+        assert pool.cached_ids() == sorted(self.last_use, key=self.last_use.__getitem__)
+        for key in KEYS:
+            assert pool.lookup(key) == self.holder.get(key)
+        key_of = {block_id: key for key, block_id in self.holder.items()}
+        assert [pool.key_of(block_id) for block_id in range(pool.num_blocks)] == [
+            key_of.get(block_id) for block_id in range(pool.num_blocks)
+        ]
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestPool.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
