@@ -15,6 +15,7 @@ class ChainExecutor(OracleExecutor):
 
     def on_admit(self, lane: Lane, envelope: pb.ExecutorEnvelope) -> None:
         self._chains[lane.lane] = (START, 0)
+        self.write(lane, 0, lane.position)
 
     def write(self, lane: Lane, start: int, count: int) -> None:
         previous, total = self._chains[lane.lane]

@@ -7,6 +7,7 @@ positions, so one lost, doubled, swapped or stale position anywhere changes ever
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 
 MASK = 2**64 - 1
 START = 0x9E3779B97F4A7C15
@@ -19,6 +20,7 @@ def mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
+@lru_cache(1 << 16)
 def digest_after(previous: int, token_id: int) -> int:
     """Digest of a position from the digest before it and its id."""
     return mix((previous * 31 + token_id + 1) & MASK)
