@@ -42,9 +42,10 @@ class ExecutorSettings(ServiceSettings):
         default="auto",
         description="type of weights and activations; auto: bfloat16 where this CPU computes it natively",
     )
-    kv_dtype: Literal["auto"] = Field(
+    kv_dtype: Literal["auto", "int8", "bfloat16", "float32"] = Field(
         default="auto",
-        description="type of keys and values; auto, the type that --dtype gives, is the only choice so far",
+        description="type of keys and values; auto: the type that --dtype gives; int8, with a scale per position and"
+        " head: about twice the tokens of bfloat16 in the same memory",
     )
     attention_backend: str = Field(default="auto", description="attention backend; auto: the best that works here")
     num_threads: int = Field(default=0, ge=0, le=1024, description="compute threads; 0: one per usable core")
@@ -62,6 +63,27 @@ class ExecutorSettings(ServiceSettings):
     )
     kv_memory_bytes: int | None = Field(default=None, ge=1, description="bytes of the KV pool; default: what is left")
     num_device_blocks: int | None = Field(default=None, ge=1, description="blocks of the KV pool; default: what fits")
+    host_kv_memory_bytes: int | None = Field(
+        default=None,
+        ge=0,
+        description="bytes of the host tier, to which blocks are swapped out; 0: none; default: half of what the KV"
+        " pool leaves, at most twice its size",
+    )
+    copy_delay_ms: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=60_000.0,
+        description="for tests: milliseconds that each copy between tiers waits before it begins",
+    )
+    copy_bytes_per_s: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="for benchmarks: copies between tiers are slowed down to this many bytes per second; 0: full speed",
+    )
+    verify_copies: bool = Field(
+        default=False,
+        description="for debugging: check the checksum of every copied block; a row with a changed block fails",
+    )
     metrics_host: str = Field(default="127.0.0.1", description="address of the metrics page")
     metrics_port: int = Field(default=9102, ge=0, le=65535, description="port of the metrics page; 0: no page")
     lease_ms: int = Field(

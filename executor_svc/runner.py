@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections.abc import Sequence as SequenceABC
 from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from executor_svc.attention.base import AttentionBackend, AttentionError
 from executor_svc.attention.sdpa import SdpaBackend
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # glibc's malloc.h
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+KV_DTYPES = {**DTYPES, "int8": torch.int8}
 BACKENDS: dict[str, type[AttentionBackend]] = {"sdpa": SdpaBackend}
 
 
@@ -74,13 +76,13 @@ class PagedRunner:
             logits = self._model.forward(batch.token_ids, batch.positions, step, sample)
             return torch.empty(0, self.vocab_size) if logits is None else logits.float()
 
-    def copy_blocks(self, src: SequenceABC[int], dst: SequenceABC[int]) -> None:
-        """As `ModelRunner.copy_blocks`."""
-        self._require_pool().copy_blocks(src, dst)
+    def block_bytes(self) -> NDArray[np.uint8]:
+        """As `ModelRunner.block_bytes`."""
+        return self._require_pool().block_bytes()
 
     @property
     def pool(self) -> KvPool:
-        """The pool's bytes, for transfers between tiers and for tests."""
+        """The pool, for tests."""
         return self._require_pool()
 
     def _require_pool(self) -> KvPool:
@@ -93,18 +95,22 @@ def load(
     model: Path | str | ModelInfo,
     *,
     dtype: str = "auto",
+    kv_dtype: str = "auto",
     block_size: int = 16,
     attention: str = "auto",
     num_threads: int | None = None,
 ) -> PagedRunner:
     """Load a model and return its runner, without a KV pool yet.
 
-    `dtype`: "bfloat16", "float32", or "auto" (bfloat16 where the CPU computes it natively). `num_threads`: None takes
-    what torch starts with (OMP_NUM_THREADS, else the cores), at most the CPUs this process may use. Raises ValueErrors
+    `dtype`: "bfloat16", "float32", or "auto" (bfloat16 where the CPU computes it natively). `kv_dtype`: of keys and
+    values, one of these, "int8", or "auto" (the same as `dtype`). `num_threads`: None takes what torch starts with
+    (OMP_NUM_THREADS, else the cores), at most the CPUs this process may use. Raises ValueErrors
     (ModelFileError, UnsupportedModelError, WeightError, AttentionError) whose text is one line for the operator.
     """
     if dtype not in (*DTYPES, "auto"):
         raise ValueError(f"dtype must be one of auto, {', '.join(DTYPES)} (got {dtype!r})")
+    if kv_dtype not in (*KV_DTYPES, "auto"):
+        raise ValueError(f"kv_dtype must be one of auto, {', '.join(KV_DTYPES)} (got {kv_dtype!r})")
     if attention not in (*BACKENDS, "auto"):
         raise AttentionError(f"attention backend must be one of auto, {', '.join(BACKENDS)} (got {attention!r})")
     if block_size < 1:
@@ -118,7 +124,11 @@ def load(
     name = "sdpa" if attention == "auto" else attention
     reason = "the only backend for CPUs" if attention == "auto" else "forced"
     log.info("attention", extra=kv(backend=name, reason=reason))
-    return PagedRunner(info, loaded, BACKENDS[name](), block_size, chosen)
+    runner = PagedRunner(
+        info, loaded, BACKENDS[name](), block_size, chosen if kv_dtype == "auto" else KV_DTYPES[kv_dtype]
+    )
+    log.info("kv block", extra=kv(kv_dtype=runner.kv_dtype_name, arithmetic=runner.geometry.arithmetic))
+    return runner
 
 
 def keep_freed_memory() -> None:

@@ -89,7 +89,9 @@ def _serve(settings: ExecutorSettings, started: float) -> int:
     options = WorkerOptions(lease_s=settings.lease_ms / 1000, exit_after_reject=settings.exit_after_reject)
     worker = Worker(link, ready.hello, ready.executor, ready.limits, metrics=metrics, compute=compute, options=options)
     _stop_on_signals(worker)
-    metrics.started({**phases, "total": time.monotonic() - started}, ready.limits.num_blocks)
+    metrics.started(
+        {**phases, "total": time.monotonic() - started}, ready.limits.num_blocks, ready.limits.num_host_blocks
+    )
     hello = ready.hello
     log.info(
         "ready",
@@ -99,6 +101,9 @@ def _serve(settings: ExecutorSettings, started: float) -> int:
             dtype=hello.dtype,
             kv_dtype=hello.kv_dtype,
             blocks=hello.num_device_blocks,
+            host_blocks=hello.num_host_blocks,
+            swap_out_bytes_per_s=hello.swap_out_bytes_per_s,
+            swap_in_bytes_per_s=hello.swap_in_bytes_per_s,
             prefill_tokens_per_s=hello.prefill_tokens_per_s,
             **{f"{phase}_s": seconds for phase, seconds in phases.items()},
         ),
@@ -130,6 +135,7 @@ def _load(settings: ExecutorSettings) -> PagedRunner:
     return load_runner(
         info,
         dtype=settings.dtype,
+        kv_dtype=settings.kv_dtype,
         block_size=settings.block_size,
         attention=settings.attention_backend,
         num_threads=settings.num_threads or None,

@@ -41,9 +41,9 @@ class SdpaBackend:
     name = "sdpa"
 
     def refusal(self, geometry: KvGeometry) -> str | None:
-        """As `AttentionBackend.refusal`: any block size and head size, floating point."""
-        if not geometry.dtype.is_floating_point:
-            return f"attention backend sdpa: KV dtype {geometry.dtype} is not a floating point type"
+        """As `AttentionBackend.refusal`: any block size, head size and type of which there are blocks."""
+        if geometry.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.int8):
+            return f"attention backend sdpa: KV dtype {geometry.dtype} is neither int8 nor a floating point type"
         return None
 
     def begin(self, batch: Batch, pool: KvPool) -> SdpaStep:

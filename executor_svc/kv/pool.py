@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from executor_svc.kv.float_blocks import FloatBlocks
 from executor_svc.kv.geometry import KvGeometry
+from executor_svc.kv.int8_blocks import Int8Blocks
 from executor_svc.kv.layout import KvBlocks
 
 
@@ -30,7 +31,7 @@ class KvPool:
         self.num_blocks = num_blocks
         self._memory = mmap.mmap(-1, num_blocks * geometry.bytes_per_block)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8).view(num_blocks, geometry.bytes_per_block)
-        layout = FloatBlocks
+        layout = Int8Blocks if geometry.scale_bytes else FloatBlocks
         self.blocks: KvBlocks = layout(self._bytes, geometry)
         """The same memory as keys and values."""
 

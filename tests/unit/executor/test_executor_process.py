@@ -173,7 +173,7 @@ def test_more_positions_than_the_model_has_are_refused_before_the_weights(
     [
         ([], "--model"),
         (["--model", "m", "--device", "cuda"], "--device"),
-        (["--model", "m", "--kv-dtype", "int8"], "--kv-dtype"),
+        (["--model", "m", "--kv-dtype", "int4"], "--kv-dtype"),
         (["--model", "m", "--dtype", "float16"], "--dtype"),
         (["--model", "m", "--block-size", "0"], "--block-size"),
         (["--model", "m", "--memory-utilization", "1.5"], "--memory-utilization"),

@@ -15,6 +15,7 @@ from executor_svc.attention.base import AttentionOptions
 from executor_svc.attention.sdpa import SdpaBackend
 from executor_svc.batch import Batch
 from executor_svc.kv.geometry import KvGeometry
+from executor_svc.kv.int8_blocks import Int8Blocks, quantise
 from executor_svc.kv.pool import KvPool
 
 LAYERS = 2
@@ -43,21 +44,25 @@ def run_case(
     dim: int = 16,
     block_size: int = 4,
     dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
     options: AttentionOptions | None = None,
     poison: float = math.nan,
     seed: int = 0,
 ) -> float:
-    """Largest error over all rows of (new, context) tokens; every slot not in use holds `poison`."""
+    """Largest error over all rows of (new, context) tokens; every slot not in use holds `poison`.
+
+    The reference attends over what the blocks can hold: of int8, what `quantise` makes of a vector.
+    """
     options = options or AttentionOptions()
     torch.manual_seed(seed)
     rng = random.Random(seed)
     counts = [-(-context // block_size) for _, context in rows]
-    pool = KvPool(KvGeometry(LAYERS, kv_heads, dim, block_size, dtype), sum(counts) + 2)
-    pool.blocks.values.fill_(poison)
+    pool = KvPool(KvGeometry(LAYERS, kv_heads, dim, block_size, kv_dtype or dtype), sum(counts) + 2)
+    fill(pool, poison)
     free = list(range(pool.num_blocks))
     rng.shuffle(free)
     tables = torch.zeros(len(rows), max(counts), dtype=torch.int32)
-    keys, values, queries = [], [], []
+    keys, values, queries, new_kv = [], [], [], []
     positions: list[int] = []
     slots: list[int] = []
     for i, (new, context) in enumerate(rows):
@@ -65,10 +70,13 @@ def run_case(
         tables[i, : counts[i]] = torch.tensor(blocks, dtype=torch.int32)
         keys.append(torch.randn(context, kv_heads, dim).to(dtype))
         values.append(torch.randn(context, kv_heads, dim).to(dtype))
-        for position in range(context - new):  # what earlier steps have written
-            block, offset = blocks[position // block_size], position % block_size
-            pool.blocks.values[block, 1, 0, :, offset] = keys[i][position]
-            pool.blocks.values[block, 1, 1, :, offset] = values[i][position]
+        earlier = [blocks[p // block_size] * block_size + p % block_size for p in range(context - new)]
+        kv = torch.stack((keys[i], values[i]), 1)
+        if earlier:
+            pool.blocks.store(1, pool.blocks.store_index(torch.tensor(earlier)), kv[: len(earlier)])
+        if kv_dtype == torch.int8:
+            keys[i], values[i] = restored(kv).unbind(1)
+        new_kv.append(kv[context - new :])
         queries.append(torch.randn(new, heads, dim).to(dtype))
         positions += range(context - new, context)
         slots += [blocks[p // block_size] * block_size + p % block_size for p in range(context - new, context)]
@@ -82,8 +90,7 @@ def run_case(
         [],
     )
     step = SdpaBackend().begin(batch, pool)
-    kv = torch.cat([torch.stack((k[-n:], v[-n:]), 1) for k, v, (n, _) in zip(keys, values, rows, strict=True)])
-    step.write(1, kv)
+    step.write(1, torch.cat(new_kv))
     out = step.attend(1, torch.cat(queries), options)
     assert out.dtype == dtype
     assert out.shape == (len(slots), heads * dim)
@@ -93,6 +100,21 @@ def run_case(
         for part, q, k, v in zip(parts, queries, keys, values, strict=True)
     ]
     return max(float(e) for e in errors)
+
+
+def fill(pool: KvPool, poison: float) -> None:
+    """Every slot as after a request that went wrong: its values, or their scales, are `poison`."""
+    if isinstance(pool.blocks, Int8Blocks):
+        pool.blocks.scales.fill_(poison)
+        pool.blocks.values.random_(-128, 128)
+    else:
+        pool.blocks.values.fill_(poison)
+
+
+def restored(kv: torch.Tensor) -> torch.Tensor:
+    """What int8 keeps of (…, head_dim)."""
+    stored = quantise(kv)
+    return stored.values.float() * stored.scales.float()[..., None]
 
 
 MIXED = [(1, 1), (1, 5), (7, 7), (1, 64), (3, 20), (1, 17), (1, 130), (2, 2), (1, 4)]
@@ -131,6 +153,28 @@ def test_bfloat16_errs_by_its_rounding_only() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_slots_beyond_the_context_never_matter(poison: float, dtype: torch.dtype) -> None:
     assert run_case(MIXED, poison=poison, dtype=dtype) < (2e-6 if dtype == torch.float32 else 0.03)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (5, 1)])
+@pytest.mark.parametrize("dim", [8, 10, 64])
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_int8_blocks_equal_dense_attention_over_what_they_hold(
+    heads: int, kv_heads: int, dim: int, block_size: int
+) -> None:
+    error = run_case(MIXED, kv_dtype=torch.int8, heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size)
+    assert error < 3e-6
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, 3e38])
+def test_int8_slots_beyond_the_context_never_matter(poison: float) -> None:
+    assert run_case(MIXED, kv_dtype=torch.int8, poison=poison) < 3e-6
+    assert run_case(MIXED, kv_dtype=torch.int8, dtype=torch.bfloat16, poison=poison) < 0.04
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float32])
+def test_blocks_of_another_type_than_the_model(kv_dtype: torch.dtype) -> None:
+    assert run_case(MIXED, dtype=torch.float32, kv_dtype=kv_dtype) < (0.03 if kv_dtype == torch.bfloat16 else 3e-6)
+    assert run_case(MIXED, dtype=torch.bfloat16, kv_dtype=kv_dtype) < 0.03
 
 
 def test_a_nan_row_does_not_reach_its_neighbours() -> None:

@@ -32,7 +32,7 @@ def test_the_runner_describes_itself(tmp_path: Path) -> None:
     assert runner.weight_bytes == 4 * values
     assert (runner.dtype_name, runner.kv_dtype_name, runner.attention_name) == ("float32", "float32", "sdpa")
     with pytest.raises(RuntimeError, match="allocate_kv"):
-        runner.copy_blocks([0], [0])
+        runner.block_bytes()
     runner.allocate_kv(3)
     runner.allocate_kv(2)
     assert runner.num_blocks == 2
