@@ -8,7 +8,6 @@ pending as one message, so a slow client costs itself bigger messages and nobody
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
 import time
 from dataclasses import dataclass
@@ -21,13 +20,13 @@ from pagemill.model_files import ModelInfo
 from pagemill.v1 import inference_pb2 as pb
 from pagemill.v1 import inference_pb2_grpc
 from scheduler_svc.gateway import validation
-from scheduler_svc.gateway.messages import OutputClock, delta, finished
+from scheduler_svc.gateway.messages import OutputClock, delta, finished, num_cached
 from scheduler_svc.gateway.metrics import GatewayMetrics
 from scheduler_svc.gateway.output import Ending, EndKind, Output, StopRules
 from scheduler_svc.gateway.prompts import PromptEncoder
 from scheduler_svc.gateway.registry import Call, Registry
 from scheduler_svc.gateway.scheduler_client import SchedulerClient
-from scheduler_svc.gateway.streams import LiveStream, Replay
+from scheduler_svc.gateway.streams import LiveStream, Replay, cache_salt
 from scheduler_svc.gateway.tokenizer import TokenizerPool
 
 _BILL_WAIT_S = 1.0
@@ -163,7 +162,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             arrival=arrival,
             deadline=deadline,
             max_queue_ms=generation.max_queue_ms,
-            cache_salt=_cache_salt(_TENANT, generation.cache_salt),
+            cache_salt=cache_salt(_TENANT, generation.cache_salt),
         )
         tokenizer = self._pool.tokenizer
         rules = StopRules(max_tokens, generation.min_tokens, stop_ids, own, generation.stop, generation.include_stop)
@@ -206,21 +205,25 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         clock = OutputClock(self._metrics, stream.replay.arrival)
         while True:
             stream.seen()
-            message = delta(stream.output, generation)
-            if message is not None:
-                clock.delta(len(message.delta.token_ids) or 1)
-                await call.write(context, message)
+            piece = stream.output.take()
+            if piece is not None:
+                clock.took(len(piece.token_ids))
+                message = delta(piece, generation)
+                if message is not None:
+                    clock.delta()
+                    await call.write(context, message)
             elif stream.error is not None:
                 raise stream.error
             elif stream.output.ending is not None:
                 break
             else:
                 await self._next_news_of_output(stream)
+        clock.ended()
         await self._wait_for_bill(stream)
         call.finish()  # who has read Finished may use the id again
         await call.write(context, pb.GenerateResponse(finished=finished(stream)))
         clock.finished()
-        cached = stream.bill.cached_tokens if stream.bill is not None else 0
+        cached = num_cached(stream)
         self._metrics.prompt_tokens.labels("cached").inc(cached)
         self._metrics.prompt_tokens.labels("computed").inc(stream.replay.num_prompt_tokens - cached)
 
@@ -291,10 +294,3 @@ def _check_deadline(deadline: float | None) -> None:
 def _loop_time(monotonic: float) -> float:
     """A moment of `time.monotonic` on the event loop's clock."""
     return asyncio.get_running_loop().time() + (monotonic - time.monotonic())
-
-
-def _cache_salt(tenant: str, salt: str) -> bytes:
-    """Digest of tenant and salt that no other pair has; empty when both are."""
-    if not tenant and not salt:
-        return b""
-    return hashlib.sha256(f"{len(tenant)}:{tenant}{salt}".encode()).digest()

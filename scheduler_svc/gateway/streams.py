@@ -6,6 +6,7 @@ A stream's number is made here, never by a client, and is not used again while a
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from dataclasses import dataclass
 
@@ -15,6 +16,17 @@ from pagemill.engine.v1.sampling_pb2 import Sampling
 from pagemill.errors import PagemillError
 from scheduler_svc.gateway.output import Ending, EndKind, Output
 from scheduler_svc.gateway.status import hide
+
+
+def cache_salt(tenant: str, salt: str) -> bytes:
+    """Salt of prefix-cache keys: a digest that no other pair of tenant and client's salt has; empty when both are.
+
+    The tenant's length stands before it, so that no client can move the border and reach another tenant's blocks.
+    """
+    if not tenant and not salt:
+        return b""
+    name = tenant.encode()
+    return hashlib.sha256(len(name).to_bytes(4, "little") + name + salt.encode()).digest()
 
 
 @dataclass(frozen=True, slots=True)

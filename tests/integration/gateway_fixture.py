@@ -119,6 +119,7 @@ class FakeStream:
         error: int = 0,
         message: str = "",
         retry_after_ms: int | None = None,
+        cached_tokens: int = 0,
     ) -> None:
         self.scheduler.post(
             ended=wire.StreamEnded(
@@ -128,7 +129,8 @@ class FakeStream:
                 message=message,
                 num_output_tokens=self.sent,
                 queue_ms=7,
-                computed_tokens=len(self.prompt_ids),
+                cached_tokens=cached_tokens,
+                computed_tokens=len(self.prompt_ids) - cached_tokens,
                 retry_after_ms=retry_after_ms,
             )
         )

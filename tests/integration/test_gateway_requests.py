@@ -571,3 +571,50 @@ async def test_parameters_reach_the_scheduler_resolved(rig: Rig) -> None:
     assert len(sent.cache_salt) == 32
     assert 0 < sent.deadline_ms <= 5100  # the transport rounds up
     assert tiny().vocab_size == V
+
+
+async def test_s19_requests_share_a_salt_exactly_when_theirs_are_equal(rig: Rig) -> None:
+    rig.scheduler.script = emit([65])
+    sent = []
+    for salt in ("", "", "a", "a", "b"):
+        made = request("abc", stopping__max_tokens=1)
+        made.cache_salt = salt
+        await rig.generate(made)
+        sent.append(rig.scheduler.submits[-1].cache_salt)
+    assert sent[:2] == [b"", b""]
+    assert sent[2] == sent[3] != sent[4]
+    assert b"a" not in (sent[2], sent[4])  # a digest, not the client's text
+
+
+async def test_cached_tokens_of_the_scheduler_are_the_clients_usage_and_are_counted(rig: Rig) -> None:
+    async def warm(stream: FakeStream) -> None:
+        stream.accept()
+        stream.tokens([65])
+        stream.end(cached_tokens=4)
+
+    rig.scheduler.script = warm
+    counter = rig.gateway.metrics.prompt_tokens
+    before = [counter.labels(source)._value.get() for source in ("cached", "computed")]
+    answer = await rig.generate(request("prompt", stopping__max_tokens=1))
+    assert answer.finished.usage.prompt_tokens == 6
+    assert answer.finished.usage.cached_tokens == 4
+    assert answer.finished.bill.computed_tokens == 2
+    after = [counter.labels(source)._value.get() for source in ("cached", "computed")]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [4, 2]
+
+
+@pytest.mark.parametrize("ids", [True, False])
+async def test_times_between_tokens_are_observed_with_and_without_ids(rig: Rig, ids: bool) -> None:
+    async def steps(stream: FakeStream) -> None:
+        stream.accept()
+        stream.tokens([65])
+        await asyncio.sleep(0.05)
+        stream.tokens([*b"BCD"])
+        stream.end()
+
+    rig.scheduler.script = steps
+    series = {sample.name: sample for sample in next(iter(rig.gateway.metrics.inter_token.collect())).samples}
+    before = series["pagemill_inter_token_seconds_count"].value
+    await rig.generate(request(stopping__max_tokens=4, output__return_token_ids=ids))
+    series = {sample.name: sample for sample in next(iter(rig.gateway.metrics.inter_token.collect())).samples}
+    assert series["pagemill_inter_token_seconds_count"].value - before == 3

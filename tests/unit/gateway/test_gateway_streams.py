@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 
 import pytest
 
 from pagemill import columns
 from pagemill.engine.v1.sampling_pb2 import Sampling
-from scheduler_svc.gateway.streams import Replay
+from scheduler_svc.gateway.streams import Replay, cache_salt
 
 
 def _replay(age_s: float, max_queue_ms: int | None) -> Replay:
@@ -44,3 +45,13 @@ def test_a_stream_with_tokens_or_without_a_limit_has_no_queue_limit(
     submit = _replay(2.0, max_queue_ms).submit(1, emitted)
     assert not submit.HasField("max_queue_ms")
     assert columns.unpack(submit.emitted_ids) == emitted
+
+
+def test_s19_the_cache_salt_of_a_tenant_is_its_own() -> None:
+    pairs = [("", "s"), ("t", ""), ("t", "s"), ("ts", ""), ("", "ts"), ("é", ""), ("", "é"), ("1", ":"), ("", "1:")]
+    salts = [cache_salt(*pair) for pair in pairs]
+    assert len(set(salts)) == len(pairs)
+    assert {len(salt) for salt in salts} == {32}
+    assert cache_salt("", "") == b""
+    framed = (1).to_bytes(4, "little") + b"t" + b"s"
+    assert cache_salt("t", "s") == hashlib.sha256(framed).digest()  # it outlives processes: never change it unnoticed
