@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -11,10 +12,11 @@ import grpc.aio
 from pagemill.v1 import inference_pb2 as pb
 from pagemill_client import operations
 from pagemill_client.channel import DEFAULT_TARGET, TlsCredentials, channel_options, choose_credentials
-from pagemill_client.errors import DeadlineExceededError, UnavailableError, from_rpc
+from pagemill_client.errors import DeadlineExceededError, RequestCancelledError, UnavailableError, from_rpc
 from pagemill_client.folding import StreamFolder
 from pagemill_client.operations import DEFAULT_TIMEOUT_S, DEFAULT_UNARY_TIMEOUT_S, Unary, checked_timeout
 from pagemill_client.options import GenerateOptions, Prompt, generate_request
+from pagemill_client.retries import Attempts, RetryBudget
 from pagemill_client.types import Delta, Event, Generation, Message, ModelInfo
 
 T = TypeVar("T")
@@ -25,8 +27,12 @@ class AsyncGenerateStream:
     leaving a bare `async for` cancels only when the garbage collector sees it.
     """
 
-    def __init__(self, call: Any, request: pb.GenerateRequest) -> None:
-        self._call = call
+    def __init__(self, start: Callable[[float], Any], request: pb.GenerateRequest, attempts: Attempts) -> None:
+        """`start` begins an attempt with that many seconds to its deadline; the first begins now."""
+        self._start = start
+        self._attempts = attempts
+        self._closed = False
+        self._call = start(attempts.remaining_s())
         self._folder = StreamFolder(request)
         self._events = self._iterate()
         self.request_id = request.request_id
@@ -61,6 +67,7 @@ class AsyncGenerateStream:
 
     def close(self) -> None:
         """Cancel what is left. Idempotent."""
+        self._closed = True
         self._call.cancel()
 
     async def __aenter__(self) -> Self:
@@ -72,14 +79,24 @@ class AsyncGenerateStream:
         self.close()
 
     async def _iterate(self) -> AsyncIterator[Event]:
-        try:
-            async for response in self._call:
-                yield self._folder.add(response)
-            self._folder.end()
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc(error) from None
-        finally:
-            self._call.cancel()
+        while True:
+            try:
+                async for response in self._call:
+                    yield self._folder.add(response)
+                self._folder.end()
+                self._attempts.succeeded()
+                return
+            except grpc.aio.AioRpcError as error:
+                failure = from_rpc(error)
+            finally:
+                self._call.cancel()
+            delay = self._attempts.delay_s(failure) if self._folder.accepted is None else None
+            if delay is None:
+                raise failure
+            await asyncio.sleep(delay)
+            if self._closed:
+                raise RequestCancelledError("the stream was closed", status="CANCELLED")
+            self._call = self._start(self._attempts.remaining_s())
 
 
 class AsyncClient:
@@ -94,6 +111,7 @@ class AsyncClient:
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         self.timeout_s = checked_timeout(timeout_s)
+        self._budget = RetryBudget()
         credentials = choose_credentials(target, tls, insecure)
         options = channel_options(target)
         self._channel = (
@@ -123,7 +141,8 @@ class AsyncClient:
         """Start a generation from text, token ids or a conversation."""
         request = generate_request(prompt, options)
         timeout = self.timeout_s if timeout_s is None else checked_timeout(timeout_s)
-        return AsyncGenerateStream(self._generate(request, timeout=timeout), request)
+        attempts = Attempts(self._budget, timeout)
+        return AsyncGenerateStream(lambda left_s: self._generate(request, timeout=left_s), request, attempts)
 
     def chat(
         self, messages: Sequence[Message], *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
@@ -183,7 +202,16 @@ class AsyncClient:
         call = self._channel.unary_unary(
             operation.path, type(operation.request).SerializeToString, operation.response_type.FromString
         )
-        try:
-            return operation.read(await call(operation.request, timeout=checked_timeout(timeout_s)))
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc(error) from None
+        attempts = Attempts(self._budget, checked_timeout(timeout_s))
+        while True:
+            try:
+                result = operation.read(await call(operation.request, timeout=attempts.remaining_s()))
+            except grpc.aio.AioRpcError as error:
+                failure = from_rpc(error)
+            else:
+                attempts.succeeded()
+                return result
+            delay = attempts.delay_s(failure)
+            if delay is None:
+                raise failure
+            await asyncio.sleep(delay)

@@ -103,7 +103,7 @@ def _warmup(settings: BenchSettings, model: ModelInfo, rng: random.Random) -> li
 
 
 def _document(settings: BenchSettings, model: ModelInfo, reports: dict[str, Report]) -> str:
-    chosen: dict[str, Any] = settings.model_dump(mode="json", exclude={"config", "log_level", "format", "output"})
+    chosen: dict[str, Any] = settings.model_dump(mode="json", exclude={"config", "format", "output"})
     return json.dumps(
         {
             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

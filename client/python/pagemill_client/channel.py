@@ -19,13 +19,14 @@ _SERVICE_CONFIG = json.dumps(
             {
                 "name": [{"service": name} for name in SERVICES],
                 # The library retries a call only until response headers arrive. Servers send them at admission, so
-                # work that was accepted is never run twice; a server's grpc-retry-pushback-ms is honoured.
+                # work that was accepted is never run twice; a server's grpc-retry-pushback-ms is honoured. Not
+                # RESOURCE_EXHAUSTED, which also says that a message is too large: `retries` looks at its reason.
                 "retryPolicy": {
                     "maxAttempts": 3,
                     "initialBackoff": "0.1s",
                     "maxBackoff": "2s",
                     "backoffMultiplier": 2,
-                    "retryableStatusCodes": ["UNAVAILABLE", "RESOURCE_EXHAUSTED"],
+                    "retryableStatusCodes": ["UNAVAILABLE"],
                 },
             }
         ],

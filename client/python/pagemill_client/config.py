@@ -8,11 +8,11 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, Field
 from pydantic_settings import CliPositionalArg
 
-from pagemill.settings import ServiceSettings
+from pagemill.settings import ServiceSettings, Settings
 from pagemill_client.channel import DEFAULT_TARGET, TlsCredentials
 
 
-class ConnectionSettings(ServiceSettings):
+class ConnectionSettings(Settings):
     """Where the service is and how to reach it."""
 
     target: str = DEFAULT_TARGET

@@ -38,7 +38,8 @@ class PagemillError(Exception):
     """Base of all errors of this package.
 
     `reason` is the server's ErrorInfo reason ("" when the status came from the transport), `status` the gRPC status
-    name, `retry_after_s` the server's advice (None: none given).
+    name, `retry_after_s` the server's advice (None: none given). With `no_retry` the server asks that no library
+    repeats the call by itself; its user may.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class PagemillError(Exception):
         reason: str = "",
         violations: tuple[Violation, ...] = (),
         retry_after_s: float | None = None,
+        no_retry: bool = False,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -56,6 +58,7 @@ class PagemillError(Exception):
         self.reason = reason
         self.violations = violations
         self.retry_after_s = retry_after_s
+        self.no_retry = no_retry
 
     def __str__(self) -> str:
         name = self.reason or self.status
@@ -136,8 +139,9 @@ def from_rpc(call: FailedCall) -> PagemillError:
     """The exception for a failed call. Trailers that do not parse count as absent."""
     trailers = dict(call.trailing_metadata() or ())
     reason, violations, retry_after_s = _read_details(trailers.get(DETAILS_KEY))
+    pushback = trailers.get(PUSHBACK_KEY)
     if retry_after_s is None:
-        retry_after_s = _read_pushback(trailers.get(PUSHBACK_KEY))
+        retry_after_s = _read_pushback(pushback)
     status = call.code().name
     return _CLASS_OF_STATUS.get(status, ServerError)(
         call.details() or "no message",
@@ -145,6 +149,7 @@ def from_rpc(call: FailedCall) -> PagemillError:
         reason=reason,
         violations=violations,
         retry_after_s=retry_after_s,
+        no_retry=isinstance(pushback, str) and pushback.startswith("-"),
     )
 
 

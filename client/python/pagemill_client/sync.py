@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -11,10 +13,11 @@ import grpc
 from pagemill.v1 import inference_pb2 as pb
 from pagemill_client import operations
 from pagemill_client.channel import DEFAULT_TARGET, TlsCredentials, channel_options, choose_credentials
-from pagemill_client.errors import DeadlineExceededError, UnavailableError, from_rpc
+from pagemill_client.errors import DeadlineExceededError, RequestCancelledError, UnavailableError, from_rpc
 from pagemill_client.folding import StreamFolder
 from pagemill_client.operations import DEFAULT_TIMEOUT_S, DEFAULT_UNARY_TIMEOUT_S, Unary, checked_timeout
 from pagemill_client.options import GenerateOptions, Prompt, generate_request
+from pagemill_client.retries import Attempts, RetryBudget
 from pagemill_client.types import Delta, Event, Generation, Message, ModelInfo
 
 T = TypeVar("T")
@@ -26,8 +29,12 @@ class GenerateStream:
     Nothing is retried once the server has answered; errors are `pagemill_client.errors`.
     """
 
-    def __init__(self, call: Any, request: pb.GenerateRequest) -> None:
-        self._call = call
+    def __init__(self, start: Callable[[float], Any], request: pb.GenerateRequest, attempts: Attempts) -> None:
+        """`start` begins an attempt with that many seconds to its deadline; the first begins now."""
+        self._start = start
+        self._attempts = attempts
+        self._closed = threading.Event()
+        self._call = start(attempts.remaining_s())
         self._folder = StreamFolder(request)
         self._events = self._iterate()
         self.request_id = request.request_id
@@ -62,6 +69,7 @@ class GenerateStream:
 
     def close(self) -> None:
         """Cancel what is left. Idempotent; safe from another thread, where the iteration then ends with an error."""
+        self._closed.set()
         self._call.cancel()
 
     def __enter__(self) -> Self:
@@ -71,14 +79,28 @@ class GenerateStream:
         self.close()
 
     def _iterate(self) -> Iterator[Event]:
-        try:
-            for response in self._call:
-                yield self._folder.add(response)
-            self._folder.end()
-        except grpc.RpcError as error:
-            raise from_rpc(error) from None
-        finally:
+        while True:
+            try:
+                for response in self._call:
+                    yield self._folder.add(response)
+                self._folder.end()
+                self._attempts.succeeded()
+                return
+            except grpc.RpcError as error:
+                failure = from_rpc(error)
+            finally:
+                self._call.cancel()
+            delay = self._attempts.delay_s(failure) if self._folder.accepted is None else None
+            if delay is None:
+                raise failure
+            self._try_again(delay)
+
+    def _try_again(self, delay_s: float) -> None:
+        if not self._closed.wait(delay_s):
+            self._call = self._start(self._attempts.remaining_s())
+        if self._closed.is_set():
             self._call.cancel()
+            raise RequestCancelledError("the stream was closed", status="CANCELLED")
 
 
 class Client:
@@ -97,6 +119,7 @@ class Client:
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         self.timeout_s = checked_timeout(timeout_s)
+        self._budget = RetryBudget()
         credentials = choose_credentials(target, tls, insecure)
         options = channel_options(target)
         self._channel = (
@@ -124,7 +147,8 @@ class Client:
         """Start a generation from text, token ids or a conversation."""
         request = generate_request(prompt, options)
         timeout = self.timeout_s if timeout_s is None else checked_timeout(timeout_s)
-        return GenerateStream(self._generate(request, timeout=timeout), request)
+        attempts = Attempts(self._budget, timeout)
+        return GenerateStream(lambda left_s: self._generate(request, timeout=left_s), request, attempts)
 
     def chat(
         self, messages: Sequence[Message], *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
@@ -184,7 +208,16 @@ class Client:
         call = self._channel.unary_unary(
             operation.path, type(operation.request).SerializeToString, operation.response_type.FromString
         )
-        try:
-            return operation.read(call(operation.request, timeout=checked_timeout(timeout_s)))
-        except grpc.RpcError as error:
-            raise from_rpc(error) from None
+        attempts = Attempts(self._budget, checked_timeout(timeout_s))
+        while True:
+            try:
+                result = operation.read(call(operation.request, timeout=attempts.remaining_s()))
+            except grpc.RpcError as error:
+                failure = from_rpc(error)
+            else:
+                attempts.succeeded()
+                return result
+            delay = attempts.delay_s(failure)
+            if delay is None:
+                raise failure
+            time.sleep(delay)

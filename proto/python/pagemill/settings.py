@@ -24,11 +24,11 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
-S = TypeVar("S", bound="ServiceSettings")
+S = TypeVar("S", bound="Settings")
 
 
-class ServiceSettings(BaseSettings):
-    """Base of the settings class of each process. Frozen after loading."""
+class Settings(BaseSettings):
+    """Base of the settings class of each command. Frozen after loading."""
 
     model_config = SettingsConfigDict(
         env_prefix="PAGEMILL_",
@@ -46,9 +46,6 @@ class ServiceSettings(BaseSettings):
     _file: ClassVar[Path | None] = None
 
     config: Path | None = Field(default=None, description="YAML or TOML file with options (keys in snake_case)")
-    log_level: str = Field(
-        default="info", description="debug, info, warning or error", pattern="^(debug|info|warning|error)$"
-    )
 
     @classmethod
     def settings_customise_sources(
@@ -65,6 +62,14 @@ class ServiceSettings(BaseSettings):
             kind = TomlConfigSettingsSource if cls._file.suffix == ".toml" else YamlConfigSettingsSource
             sources.append(kind(settings_cls, cls._file))
         return tuple(sources)
+
+
+class ServiceSettings(Settings):
+    """Base of the settings class of each process that runs for long, and so logs."""
+
+    log_level: str = Field(
+        default="info", description="debug, info, warning or error", pattern="^(debug|info|warning|error)$"
+    )
 
 
 def load(settings_type: type[S], argv: list[str]) -> S:
@@ -95,7 +100,7 @@ def file_keys(path: Path) -> set[str]:
     return set(kind(ServiceSettings, path).init_kwargs)
 
 
-def _check_protobuf(settings_type: type[ServiceSettings]) -> None:
+def _check_protobuf(settings_type: type[Settings]) -> None:
     """Refuse a protobuf without its C parser, to which it falls back silently.
 
     The parser in Python is slower by orders of magnitude, and has had no bound on recursion: bytes from strangers end
@@ -120,6 +125,6 @@ def _config_file(argv: list[str]) -> Path | None:
     return Path(name) if name else None
 
 
-def _refuse(settings_type: type[ServiceSettings], line: str) -> None:
+def _refuse(settings_type: type[Settings], line: str) -> None:
     sys.stderr.write(f"{settings_type.prog}: {line}\n")
     raise SystemExit(2)

@@ -93,6 +93,8 @@ class FakeGateway(
         self.ready = True
         self.requests: list[pb.GenerateRequest] = []
         self.unary: list[Any] = []
+        self.full_times = 0
+        """How many calls of Tokenize meet a full queue first."""
         self.deadlines: list[float | None] = []
         self.cancelled = asyncio.Event()
         self.target = ""
@@ -112,6 +114,9 @@ class FakeGateway(
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         self._note(request, context)
+        if self.full_times > 0:
+            self.full_times -= 1
+            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_after_s=0.01)
         return pb.TokenizeResponse(token_ids=range(3))
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:

@@ -67,6 +67,8 @@ def test_retries_cover_all_services_and_are_throttled() -> None:
     (method,) = config["methodConfig"]
     assert [name["service"] for name in method["name"]] == list(SERVICES)
     assert method["retryPolicy"]["maxAttempts"] == 3
+    # The others are decided by reason (`retries`), for which gRPC has no eye.
+    assert method["retryPolicy"]["retryableStatusCodes"] == ["UNAVAILABLE"]
     assert config["retryThrottling"]["maxTokens"] == 10
 
 

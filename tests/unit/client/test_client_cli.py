@@ -155,6 +155,14 @@ def test_an_unknown_command_ends_with_status_2(capsys: pytest.CaptureFixture[str
     assert "unknown command 'frobnicate'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("argv", [["generate", "x"], ["chat", "--message", "x"], ["bench"]])
+def test_a_command_that_logs_nothing_has_no_log_level(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([*argv, "--log-level", "debug"])
+    assert caught.value.code == 2
+    assert "--log-level" in capsys.readouterr().err
+
+
 def test_help_lists_every_command_and_loads_nothing() -> None:
     code = (
         "import sys; from pagemill_client import cli; cli.main(['--help']);"

@@ -213,6 +213,69 @@ async def test_a_negative_pushback_stops_retries(gateway: FakeGateway, run: Run)
 
 
 @both
+@pytest.mark.parametrize("reason", ["QUEUE_TIMEOUT", "", "POISON_REQUEST"])
+async def test_what_does_not_pass_is_not_retried(gateway: FakeGateway, run: Run, reason: str) -> None:
+    async def never_better(request: pb.GenerateRequest, context: Any, attempt: int) -> None:
+        await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, reason, retry_after_s=0.01, pushback_ms=10)
+
+    gateway.script = never_better
+    with pytest.raises(OverloadedError):
+        await run(gateway.target)
+    assert len(gateway.requests) == 1
+
+
+@both
+async def test_a_message_that_is_too_large_is_sent_once(gateway: FakeGateway, run: Run) -> None:
+    """Larger than a default gRPC server takes: refused by the transport, without a reason, before any handler."""
+    start = time.monotonic()
+    with pytest.raises(OverloadedError) as caught:
+        await run(gateway.target, "x" * (5 * 1024 * 1024))
+    assert (caught.value.status, caught.value.reason) == ("RESOURCE_EXHAUSTED", "")
+    assert "arger" in caught.value.message
+    assert time.monotonic() - start < 10
+    assert gateway.requests == []
+
+
+@both
+async def test_a_full_queue_is_not_waited_for_beyond_the_deadline(gateway: FakeGateway, run: Run) -> None:
+    async def full(request: pb.GenerateRequest, context: Any, attempt: int) -> None:
+        await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_after_s=0.9)
+
+    gateway.script = full
+    with pytest.raises(OverloadedError):
+        await run(gateway.target, timeout_s=0.8)
+    assert len(gateway.requests) == 1
+
+
+async def test_a_stream_closed_while_it_waits_for_a_retry_makes_none(gateway: FakeGateway) -> None:
+    refused = asyncio.Event()
+
+    async def full(request: pb.GenerateRequest, context: Any, attempt: int) -> None:
+        refused.set()
+        await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_after_s=0.3)
+
+    gateway.script = full
+    async with AsyncClient(gateway.target) as client:
+        stream = client.generate("x")
+        collecting = asyncio.create_task(stream.collect())
+        await refused.wait()
+        await asyncio.sleep(0.1)
+        stream.close()
+        with pytest.raises(RequestCancelledError):
+            await collecting
+    with Client(gateway.target) as blocking:
+        refused.clear()
+        waiting = blocking.generate("x")
+        collecting = asyncio.create_task(asyncio.to_thread(waiting.collect))
+        await refused.wait()
+        await asyncio.sleep(0.1)
+        waiting.close()
+        with pytest.raises(RequestCancelledError):
+            await collecting
+    assert len(gateway.requests) == 2
+
+
+@both
 async def test_nothing_is_retried_after_admission(gateway: FakeGateway, run: Run) -> None:
     async def fail_late(request: pb.GenerateRequest, context: Any, attempt: int) -> None:
         # As a gateway does: metadata at admission, and Accepted behind it whatever comes next. Metadata with nothing

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from pagemill_client import AsyncClient, Client, InvalidRequestError, Message, UnavailableError
+from pagemill_client import AsyncClient, Client, InvalidRequestError, Message, OverloadedError, UnavailableError
 from tests.unit.client.fake_gateway import FakeGateway
 
 DEAD = "unix:/nonexistent/gateway.sock"
@@ -47,6 +47,28 @@ def check_arguments(gateway: FakeGateway) -> None:
     assert gateway.unary[2].add_special_tokens is False
     assert gateway.unary[3].chat.messages[0].content == "hi"
     assert gateway.unary[4].skip_special_tokens is False
+
+
+async def test_unary_calls_too_wait_for_a_full_queue_and_not_for_ever(gateway: FakeGateway) -> None:
+    gateway.full_times = 2
+    async with AsyncClient(gateway.target) as client:
+        assert await client.tokenize("x") == [0, 1, 2]
+    assert len(gateway.unary) == 3
+
+    def blocking() -> list[int]:
+        with Client(gateway.target) as client:
+            return client.tokenize("x")
+
+    gateway.full_times = 2
+    assert await asyncio.to_thread(blocking) == [0, 1, 2]
+    gateway.full_times = 3
+    async with AsyncClient(gateway.target) as client:
+        with pytest.raises(OverloadedError):
+            await client.tokenize("x")
+    gateway.full_times = 3
+    with pytest.raises(OverloadedError):
+        await asyncio.to_thread(blocking)
+    assert len(gateway.unary) == 12
 
 
 async def test_an_unknown_model_is_the_callers_mistake(gateway: FakeGateway) -> None:
