@@ -6,12 +6,12 @@ The worker builds a `Batch` from the mirrored lanes; only the runner touches KV 
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from executor_svc.codec import Int32s
 from executor_svc.lanes import Int64s, LaneMirror
@@ -45,7 +45,7 @@ class Batch:
 class ModelRunner(Protocol):
     """A loaded model with its paged KV pool on one device.
 
-    Before `allocate_kv` there is no pool and neither `forward` nor `copy_blocks` may be called. Calls come from one
+    Before `allocate_kv` there is no pool and neither `forward` nor `block_bytes` may be called. Calls come from one
     thread at a time. A method that raises has changed nothing but KV bytes of slots in its own batch.
     """
 
@@ -84,8 +84,8 @@ class ModelRunner(Protocol):
         """Write the batch's KV; returns logits (len(batch.sample_rows), vocab_size) float32, in that order."""
         ...
 
-    def copy_blocks(self, src: SequenceABC[int], dst: SequenceABC[int]) -> None:
-        """Copy whole blocks, pair by pair in order, within the pool."""
+    def block_bytes(self) -> NDArray[np.uint8]:
+        """The pool itself as (num_blocks, bytes_per_block) bytes, for copies of whole blocks; it keeps the memory."""
         ...
 
 

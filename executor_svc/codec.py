@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from executor_svc.kv.copy_engine import CopyReport, Pairs
 from pagemill.engine.v1 import executor_pb2 as pb
 
 Int32s = NDArray[np.int32]
@@ -21,8 +22,11 @@ Int32s = NDArray[np.int32]
 NO_TOKEN = -1
 """In a result: the row gave no token."""
 
+_MAX_UINT32 = 0xFFFFFFFF
+
 _EMPTY: Int32s = np.zeros(0, np.int32)
 _EMPTY.flags.writeable = False
+_NO_PAIRS: Pairs = (_EMPTY, _EMPTY)
 
 
 class PlanError(ValueError):
@@ -39,6 +43,7 @@ class PlanLimits:
     max_tokens: int
     max_model_len: int
     vocab_size: int
+    num_host_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +76,19 @@ class AdmitOp:
 
 @dataclass(frozen=True, slots=True)
 class DecodedPlan:
-    """A plan as columns; fields as in the proto, lanes and copied blocks in range, parallel columns equally long."""
+    """A plan as columns; fields as in the proto, lanes and copied blocks in range, parallel columns equally long.
+
+    Copies are pairs of columns (source, destination), as `executor_svc.kv.copy_engine.Pairs` demands them.
+    """
 
     step_id: int
     release_lanes: Int32s = field(default_factory=lambda: _EMPTY)
     rewind_lanes: Int32s = field(default_factory=lambda: _EMPTY)
     rewind_num_tokens: Int32s = field(default_factory=lambda: _EMPTY)
     rewind_num_blocks: Int32s = field(default_factory=lambda: _EMPTY)
-    copy_src: Int32s = field(default_factory=lambda: _EMPTY)
-    copy_dst: Int32s = field(default_factory=lambda: _EMPTY)
+    swap_out: Pairs = _NO_PAIRS
+    copy: Pairs = _NO_PAIRS
+    swap_in: Pairs = _NO_PAIRS
     admit: tuple[AdmitOp, ...] = ()
     append_lanes: Int32s = field(default_factory=lambda: _EMPTY)
     append_block_ids: Int32s = field(default_factory=lambda: _EMPTY)
@@ -88,6 +97,11 @@ class DecodedPlan:
     row_num_tokens: Int32s | None = None
     deadline_ms: int = 0
     state_digest: int | None = None
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether there is anything to copy."""
+        return bool(self.swap_out[0].size or self.copy[0].size or self.swap_in[0].size)
 
 
 @dataclass(slots=True)
@@ -102,7 +116,10 @@ class StepOutcome:
     failed: bool = False
     wait_us: int = 0
     execute_us: int = 0
-    copy_us: int = 0
+    copies: CopyReport | None = None
+    """Copies of this or earlier steps that have finished; None: none has."""
+    copy_wait_us: int = 0
+    """Part of `execute_us`: the batch stood still for copies."""
     num_mapped_blocks: int = 0
 
 
@@ -124,17 +141,15 @@ def decode_plan(plan: pb.StepPlan, limits: PlanLimits) -> DecodedPlan:
         raise PlanError(f"{wanted} tokens, at most {limits.max_tokens}")
     if len(plan.admit) > lanes:
         raise PlanError(f"{len(plan.admit)} admitted lanes, at most {lanes}")
-    copy_src = _blocks(plan.copy_src, "copy_src", limits.num_blocks)
-    copy_dst = _blocks(plan.copy_dst, "copy_dst", limits.num_blocks)
-    _same_length(copy_src, copy_dst, "copy")
     return DecodedPlan(
         step_id=plan.step_id,
         release_lanes=release,
         rewind_lanes=rewind,
         rewind_num_tokens=_beside(plan.rewind_num_tokens, "rewind_num_tokens", rewind),
         rewind_num_blocks=_beside(plan.rewind_num_blocks, "rewind_num_blocks", rewind),
-        copy_src=copy_src,
-        copy_dst=copy_dst,
+        swap_out=_pairs(plan, "swap_out", limits.num_blocks, limits.num_host_blocks),
+        copy=_pairs(plan, "copy", limits.num_blocks, limits.num_blocks),
+        swap_in=_pairs(plan, "swap_in", limits.num_host_blocks, limits.num_blocks),
         admit=tuple(_admit(admit, limits) for admit in plan.admit),
         append_lanes=append,
         append_block_ids=_beside(plan.append_block_ids, "append_block_ids", append),
@@ -151,9 +166,6 @@ def _refuse_unsupported(plan: pb.StepPlan) -> None:
     for name in ("draft_ids", "num_drafts", "want_logprobs", "mask_follows"):
         if getattr(plan, name):
             raise PlanError(f"unsupported: {name}")
-    for name in ("swap_out_src", "swap_out_dst", "swap_in_src", "swap_in_dst"):
-        if getattr(plan, name):
-            raise PlanError(f"unsupported: {name} (this executor has no host blocks)")
 
 
 def _column(data: bytes, name: str) -> Int32s:
@@ -177,8 +189,24 @@ def _lanes(data: bytes, name: str, num_lanes: int) -> Int32s:
     return _in_range(_column(data, name), name, num_lanes)
 
 
-def _blocks(data: bytes, name: str, num_blocks: int) -> Int32s:
-    return _in_range(_column(data, name), name, num_blocks)
+def _pairs(plan: pb.StepPlan, name: str, num_src: int, num_dst: int) -> Pairs:
+    """The columns `name`_src and `name`_dst, checked so that the order of the pairs does not matter."""
+    src_data: bytes = getattr(plan, f"{name}_src")
+    dst_data: bytes = getattr(plan, f"{name}_dst")
+    if not src_data and not dst_data:
+        return _NO_PAIRS
+    if not (num_src and num_dst):
+        raise PlanError(f"unsupported: {name} (this executor has no host blocks)")
+    src = _in_range(_column(src_data, f"{name}_src"), f"{name}_src", num_src)
+    dst = _in_range(_column(dst_data, f"{name}_dst"), f"{name}_dst", num_dst)
+    _same_length(src, dst, name)
+    written = np.zeros(num_dst, np.bool_)
+    written[dst] = True
+    if np.count_nonzero(written) != dst.size:
+        raise PlanError(f"{name}_dst: a block twice")
+    if name == "copy" and written[src].any():
+        raise PlanError("copy: a block is source and destination")
+    return src, dst
 
 
 def _in_range(column: Int32s, name: str, bound: int) -> Int32s:
@@ -264,6 +292,7 @@ def encode_result(outcome: StepOutcome) -> pb.StepResult:
         status = pb.STEP_STATUS_FAILED
     else:
         status = pb.STEP_STATUS_ROW_ERRORS if outcome.row_errors else pb.STEP_STATUS_OK
+    copies = outcome.copies
     return pb.StepResult(
         step_id=outcome.step_id,
         status=status,
@@ -271,6 +300,7 @@ def encode_result(outcome: StepOutcome) -> pb.StepResult:
         row_errors=[pb.RowError(row=row, code=code) for row, code in sorted(outcome.row_errors.items())],
         wait_us=outcome.wait_us,
         execute_us=outcome.execute_us,
-        copy_us=outcome.copy_us,
+        finished_copy_steps=[] if copies is None else copies.steps,
+        copy_us=0 if copies is None else min(int(sum(copies.seconds.values()) * 1e6), _MAX_UINT32),
         num_mapped_blocks=outcome.num_mapped_blocks,
     )

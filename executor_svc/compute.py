@@ -127,6 +127,8 @@ class ComputeThread:
                     elif work.epoch == self._epoch:
                         self._run(work)
         finally:
+            if self._executor is not None:
+                self._executor.close()
             self._wake()
 
     def _run(self, work: Work) -> None:

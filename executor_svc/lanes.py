@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import zlib
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -32,6 +33,15 @@ class LaneState(IntEnum):
     FREE = 0
     LIVE = 1
     BROKEN = 2
+
+
+@dataclass(frozen=True, slots=True)
+class BatchBlocks:
+    """Device blocks that a batch touches; a block may be named more than once."""
+
+    read: Int32s
+    """All that hold a position of a row, those that the batch computes included."""
+    written: Int32s
 
 
 class LaneMirror:
@@ -68,7 +78,10 @@ class LaneMirror:
         self.generation[:] = 0
 
     def apply(self, plan: DecodedPlan) -> None:
-        """Release, rewind, admit, append, in this order; copies are the runner's. Never raises for a decoded plan."""
+        """Release, rewind, admit, append, in this order; bytes are the copies' and the runner's.
+
+        Never raises for a decoded plan.
+        """
         for lane in plan.release_lanes.tolist():
             self._release(lane)
         if plan.rewind_lanes.size:
@@ -94,6 +107,29 @@ class LaneMirror:
             once[first] = True
             fits &= once
         return fits
+
+    def blocks_of(self, lanes: Int32s, num_tokens: Int64s) -> BatchBlocks:
+        """The blocks that a batch of rows that fit touches."""
+        starts = self.position[lanes]
+        begin, end = starts // self.block_size, -(-(starts + num_tokens) // self.block_size)
+        index = np.arange(int(end.max(initial=0)))
+        tables = self.tables[:, : index.size][lanes]
+        read = index < end[:, None]
+        return BatchBlocks(tables[read], tables[read & (index >= begin[:, None])])
+
+    def cached_blocks(self, lanes: Int32s) -> tuple[Int32s, Bools]:
+        """(rows, width) block tables, and which of their entries hold positions computed before this step."""
+        used = -(-self.position[lanes] // self.block_size)
+        index = np.arange(int(used.max(initial=0)))
+        return self.tables[:, : index.size][lanes], index < used[:, None]
+
+    def new_blocks(self, lanes: Int32s, num_tokens: Int64s) -> Int32s:
+        """Blocks that a batch of rows that fit writes from their first position on."""
+        starts = self.position[lanes]
+        begin, end = -(-starts // self.block_size), -(-(starts + num_tokens) // self.block_size)
+        index = np.arange(int(end.max(initial=0)))
+        tables = self.tables[:, : index.size][lanes]
+        return tables[(index >= begin[:, None]) & (index < end[:, None])]
 
     def commit(self, lanes: Int32s, num_tokens: Int64s, sampled_lanes: Int32s, sampled_ids: Int32s) -> None:
         """Positions of `lanes` are computed, and `sampled_lanes` got a token each. All are rows that fitted."""
@@ -141,7 +177,8 @@ class LaneMirror:
         for lane, position, count in zip(*(column.tolist() for column in columns), strict=True):
             if self.state[lane] != LaneState.LIVE:
                 continue
-            if not (0 <= position <= self.position[lane] and 0 <= count <= self.table_len[lane]):
+            most = min(int(self.position[lane]), count * self.block_size)
+            if not (0 <= count <= self.table_len[lane] and 0 <= position <= most):
                 self.break_lane(lane, f"rewind to {position} tokens and {count} blocks")
                 continue
             old = int(self.table_len[lane])

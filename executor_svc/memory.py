@@ -91,6 +91,55 @@ def size_pool(request: PoolRequest, limit: MemoryLimit, *, resident_bytes: int, 
     return PoolSize(found, words)
 
 
+HOST_SHARE = 0.5
+"""Of what the device pool leaves. The rest stays free: the host tier fills up in time, the machine's cache must not."""
+HOST_BLOCKS_PER_DEVICE_BLOCK = 2
+"""Most host blocks by default. Beyond that a hit becomes rare, and registering memory with a driver takes seconds per
+10 GiB."""
+
+
+def size_host_pool(
+    request: PoolRequest,
+    limit: MemoryLimit,
+    *,
+    num_device_blocks: int,
+    resident_bytes: int,
+    activation_bytes: int,
+    host_kv_memory_bytes: int | None = None,
+    memlock_bytes: int | None = None,
+) -> PoolSize:
+    """Blocks of the host tier; 0 if it is off or nothing is left. `memlock_bytes`: most that may be locked, if it is.
+
+    On a CPU both tiers are the same memory: the device pool takes what it can use first, the host tier what is left.
+    """
+    size = request.bytes_per_block
+    if host_kv_memory_bytes is not None:
+        found = host_kv_memory_bytes // size
+        words = f"{_gib(host_kv_memory_bytes)} asked for"
+    else:
+        pool = num_device_blocks * size
+        budget = int(limit.num_bytes * request.utilization) - resident_bytes - activation_bytes - pool
+        free = int(limit.available_bytes * request.utilization) - activation_bytes - pool
+        left = max(0, min(budget, free))
+        found = min(int(left * HOST_SHARE) // size, HOST_BLOCKS_PER_DEVICE_BLOCK * num_device_blocks)
+        words = (
+            f"{limit.source} {_gib(limit.num_bytes)} x {request.utilization:g} - resident {_gib(resident_bytes)}"
+            f" - activations {_gib(activation_bytes)} - device pool {_gib(pool)} = {_gib(budget)}; {_gib(free)} of that"
+            f" is free now; x {HOST_SHARE:g}, at most {HOST_BLOCKS_PER_DEVICE_BLOCK} x {num_device_blocks} blocks"
+        )
+        if memlock_bytes is not None:
+            found = min(found, memlock_bytes // size)
+            words = f"{words}, at most {_gib(memlock_bytes)} locked"
+    words = f"{words}; block {size} bytes; host tier {found} blocks = {found * request.block_size} tokens"
+    return PoolSize(found, f"{words} = {_gib(found * size)}")
+
+
+def memlock_bytes() -> int | None:
+    """The most memory that this process may lock; None: no limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
 def _require_one_sequence(request: PoolRequest, found: int, words: str) -> None:
     """Blocks that the operator counted out may be fewer than the model's own limit needs; long prompts are refused."""
     is_counted = request.num_device_blocks is not None and not request.max_model_len_is_explicit

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from executor_svc.codec import StepOutcome
+from executor_svc.kv.copy_engine import CopyReport
 from pagemill.engine.v1 import executor_pb2 as pb
 from pagemill.framing import Drop
 
@@ -39,6 +40,20 @@ class ExecutorMetrics:
         self._startup = Gauge("pagemill_startup_seconds", "Duration of start", ["phase"], registry=registry)
         self._mapped = Gauge("pagemill_mapped_blocks", "Device blocks in the tables of lanes", registry=registry)
         self._blocks = Gauge("pagemill_device_blocks", "Device blocks of the pool", registry=registry)
+        self._host_blocks = Gauge("pagemill_host_blocks", "Blocks of the host tier", registry=registry)
+        self._copy_wait = self._step_seconds.labels(phase="copy_wait")
+        self._copied_bytes = Counter(
+            "pagemill_swap_bytes_total",
+            "Bytes copied between and within tiers",
+            ["direction"],
+            registry=registry,
+        )
+        self._copy_seconds = Counter(
+            "pagemill_swap_seconds_total", "Time that copies took", ["direction"], registry=registry
+        )
+        self._mismatches = Counter(
+            "pagemill_copy_mismatches_total", "Copied blocks with another checksum than before", registry=registry
+        )
         self._sessions = Counter("pagemill_sessions_total", "Sessions begun with a scheduler", registry=registry)
         self._seen: CounterDict[str] = CounterDict()
 
@@ -56,8 +71,19 @@ class ExecutorMetrics:
         self._mapped.set(outcome.num_mapped_blocks)
         if outcome.failed:
             self._failed.inc()
+        if outcome.copy_wait_us:
+            self._copy_wait.observe(outcome.copy_wait_us / 1e6)
+        if outcome.copies is not None:
+            self._copies(outcome.copies)
         for code in outcome.row_errors.values():
             self._row_errors.labels(code=pb.RowErrorCode.Name(code).removeprefix("ROW_ERROR_CODE_").lower()).inc()
+
+    def _copies(self, report: CopyReport) -> None:
+        for kind, count in report.bytes.items():
+            self._copied_bytes.labels(direction=kind.value).inc(count)
+        for kind, seconds in report.seconds.items():
+            self._copy_seconds.labels(direction=kind.value).inc(seconds)
+        self._mismatches.inc(report.num_mismatches)
 
     def stale(self, kind: str) -> None:
         """One message was dropped."""
@@ -75,8 +101,9 @@ class ExecutorMetrics:
         """A scheduler took this executor."""
         self._sessions.inc()
 
-    def started(self, phases: Mapping[str, float], num_blocks: int) -> None:
+    def started(self, phases: Mapping[str, float], num_blocks: int, num_host_blocks: int) -> None:
         """The executor is ready; seconds per phase of its start."""
         for phase, seconds in phases.items():
             self._startup.labels(phase=phase).set(seconds)
         self._blocks.set(num_blocks)
+        self._host_blocks.set(num_host_blocks)

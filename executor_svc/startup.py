@@ -8,13 +8,18 @@ import logging
 import secrets
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from executor_svc.batch import Batch, ModelRunner
 from executor_svc.codec import PlanLimits
 from executor_svc.config import ExecutorSettings
+from executor_svc.kv.copy_engine import CopyEngine
+from executor_svc.kv.copy_thread import cpu_copies
+from executor_svc.kv.host import HostPool
 from executor_svc.lanes import LaneMirror
 from executor_svc.memory import (
     DoesNotFitError,
@@ -22,6 +27,7 @@ from executor_svc.memory import (
     measure_peak,
     read_limit,
     resident_bytes,
+    size_host_pool,
     size_pool,
 )
 from executor_svc.step import StepExecutor
@@ -39,7 +45,10 @@ WARM_UP_BUDGET_S = 0.25
 """Longest warm-up step: the whole start has five seconds for a small model."""
 
 _PROBE_TOKENS = 32
-_COPY_BYTES = 32 << 20
+_COPY_BYTES = 24 << 20
+"""With its copy 48 MiB: more than the last cache's share of a few cores, and a few milliseconds."""
+_COPY_BLOCKS = 4
+"""At least, however large they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +58,11 @@ class Measured:
     activation_bytes: int
     """Memory that the largest step needs for a moment."""
     prefill_tokens_per_s: float
-    copy_bytes_per_s: float
+    """Of the largest step, prompt chunks with their sampling, at the beginning of their contexts."""
+    swap_out_bytes_per_s: float = 0.0
+    """Of one run of blocks from pool to host memory, both in use before, while nothing computes. 0: not measured."""
+    swap_in_bytes_per_s: float = 0.0
+    """The same the other way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +88,16 @@ def prepare(runner: ModelRunner, settings: ExecutorSettings) -> Ready:
     """Measure, allocate the pool, build the mirror. Raises DoesNotFitError, WrongOptionError."""
     check_model_len(settings, runner.max_model_len)
     max_len = settings.max_model_len or runner.max_model_len
+    size = runner.bytes_per_block
+    if settings.host_kv_memory_bytes and settings.host_kv_memory_bytes < size:
+        raise WrongOptionError(
+            f"--host-kv-memory-bytes: one block has {size} bytes (got {settings.host_kv_memory_bytes}; 0: no host tier)"
+        )
     with torch.inference_mode():
         measured = warm_up(runner, settings.max_num_seqs, settings.max_num_batched_tokens, max_len)
-        num_blocks = _allocate(runner, settings, max_len, measured)
+        if settings.host_kv_memory_bytes != 0:
+            measured = measure_copies(runner, measured, settings.copy_bytes_per_s)
+        num_blocks, num_host_blocks = _allocate(runner, settings, max_len, measured)
     num_lanes = settings.max_num_seqs * LANES_PER_SEQUENCE
     mirror = LaneMirror(num_lanes=num_lanes, block_size=runner.block_size, num_blocks=num_blocks, max_model_len=max_len)
     limits = PlanLimits(
@@ -87,8 +107,26 @@ def prepare(runner: ModelRunner, settings: ExecutorSettings) -> Ready:
         max_tokens=settings.max_num_batched_tokens,
         max_model_len=max_len,
         vocab_size=runner.vocab_size,
+        num_host_blocks=num_host_blocks,
     )
-    return Ready(StepExecutor(runner, mirror), limits, make_hello(runner, limits, measured))
+    executor = StepExecutor(runner, mirror, _copies(runner, settings, num_host_blocks))
+    return Ready(executor, limits, make_hello(runner, limits, measured))
+
+
+def _copies(runner: ModelRunner, settings: ExecutorSettings, num_host_blocks: int) -> CopyEngine:
+    try:
+        host = HostPool(num_host_blocks, runner.bytes_per_block)
+    except OSError as error:
+        size = num_host_blocks * runner.bytes_per_block
+        raise DoesNotFitError(f"the host tier of {size} bytes cannot be allocated: {error.strerror}") from error
+    delay_s = settings.copy_delay_ms / 1000
+    return cpu_copies(
+        runner.block_bytes(),
+        host.block_bytes(),
+        delay=(lambda op: delay_s) if delay_s else None,
+        bytes_per_s=settings.copy_bytes_per_s,
+        verify=settings.verify_copies,
+    )
 
 
 def warm_up(runner: ModelRunner, max_rows: int, max_tokens: int, max_model_len: int) -> Measured:
@@ -100,8 +138,7 @@ def warm_up(runner: ModelRunner, max_rows: int, max_tokens: int, max_model_len: 
     decode = [1] * max_rows
     prefill = largest_rows(max_rows, max_tokens, max_model_len)
     most = max(sum(-(-n // runner.block_size) for n in rows) for rows in (decode, prefill))
-    copied = max(1, min(most // 2, _COPY_BYTES // runner.bytes_per_block))
-    runner.allocate_kv(max(most, 2 * copied, -(-_PROBE_TOKENS // runner.block_size)))
+    runner.allocate_kv(max(most, -(-_PROBE_TOKENS // runner.block_size), _copied_blocks(runner)))
     probe = largest_rows(1, _PROBE_TOKENS, max_model_len)
     _timed_forward(runner, probe)  # first use of kernels and thread pools: not part of any rate
     affordable = int(sum(probe) / _timed_forward(runner, probe) * WARM_UP_BUDGET_S)
@@ -111,10 +148,35 @@ def warm_up(runner: ModelRunner, max_rows: int, max_tokens: int, max_model_len: 
     peak_bytes = measure_peak(lambda: seconds.append(_timed_forward(runner, prefill)))
     if max_rows <= affordable:
         _timed_forward(runner, decode)
-    started = time.perf_counter()
-    runner.copy_blocks(range(copied), range(copied, 2 * copied))
-    copy_rate = copied * runner.bytes_per_block / max(time.perf_counter() - started, 1e-9)
-    return Measured(int(peak_bytes / share), sum(prefill) / seconds[0], copy_rate)
+    return Measured(int(peak_bytes / share), sum(prefill) / seconds[0])
+
+
+def measure_copies(runner: ModelRunner, measured: Measured, bytes_per_s: float) -> Measured:
+    """`measured` with the rates of copies, of which `bytes_per_s` (0: none) is the most that an operator allows.
+
+    Copies `_COPY_BYTES` between the warm-up pool and a host pool of its own: more than caches hold, and once before the
+    clock runs, so that no rate has the system's work for memory that is new. Better of two.
+    """
+    count = _copied_blocks(runner)
+    device = runner.block_bytes()[:count]
+    host = HostPool(count, runner.bytes_per_block).block_bytes()
+
+    def rate(dst: NDArray[np.uint8], src: NDArray[np.uint8]) -> float:
+        started = time.perf_counter()
+        np.copyto(dst, src)
+        return src.size / max(time.perf_counter() - started, 1e-9)
+
+    np.copyto(host, device)
+    np.copyto(device, host)
+    most = bytes_per_s or float("inf")
+    swap_out = max(rate(host, device) for _ in range(2))
+    swap_in = max(rate(device, host) for _ in range(2))
+    return replace(measured, swap_out_bytes_per_s=min(swap_out, most), swap_in_bytes_per_s=min(swap_in, most))
+
+
+def _copied_blocks(runner: ModelRunner) -> int:
+    """Blocks copied by the measurement."""
+    return max(_COPY_BLOCKS, _COPY_BYTES // runner.bytes_per_block)
 
 
 def _timed_forward(runner: ModelRunner, lengths: list[int]) -> float:
@@ -157,8 +219,8 @@ def _dummy_batch(runner: ModelRunner, lengths: list[int]) -> Batch:
     )
 
 
-def _allocate(runner: ModelRunner, settings: ExecutorSettings, max_len: int, measured: Measured) -> int:
-    """Size the pool and allocate it; the arithmetic goes to the log in one line."""
+def _allocate(runner: ModelRunner, settings: ExecutorSettings, max_len: int, measured: Measured) -> tuple[int, int]:
+    """Blocks of the pool, which is allocated, and of the host tier. The arithmetic goes to the log, a line each."""
     request = PoolRequest(
         block_size=runner.block_size,
         bytes_per_block=runner.bytes_per_block,
@@ -170,13 +232,23 @@ def _allocate(runner: ModelRunner, settings: ExecutorSettings, max_len: int, mea
         num_device_blocks=settings.num_device_blocks,
     )
     resident = max(resident_bytes(), runner.weight_bytes)
-    pool = size_pool(request, read_limit(), resident_bytes=resident, activation_bytes=measured.activation_bytes)
+    limit = read_limit()
+    pool = size_pool(request, limit, resident_bytes=resident, activation_bytes=measured.activation_bytes)
     log.info("kv pool", extra=kv(weights_bytes=runner.weight_bytes, arithmetic=pool.arithmetic))
     try:
         runner.allocate_kv(pool.num_blocks)
     except (MemoryError, RuntimeError) as error:
         raise DoesNotFitError(f"the KV pool cannot be allocated: {pool.arithmetic}") from error
-    return pool.num_blocks
+    host = size_host_pool(
+        request,
+        limit,
+        num_device_blocks=pool.num_blocks,
+        resident_bytes=resident,
+        activation_bytes=measured.activation_bytes,
+        host_kv_memory_bytes=settings.host_kv_memory_bytes,
+    )
+    log.info("host tier", extra=kv(arithmetic=host.arithmetic))
+    return pool.num_blocks, host.num_blocks
 
 
 def make_hello(runner: ModelRunner, limits: PlanLimits, measured: Measured) -> pb.ExecutorHello:
@@ -197,14 +269,14 @@ def make_hello(runner: ModelRunner, limits: PlanLimits, measured: Measured) -> p
         kv_dtype=runner.kv_dtype_name,
         block_size=runner.block_size,
         num_device_blocks=limits.num_blocks,
-        num_host_blocks=0,
+        num_host_blocks=limits.num_host_blocks,
         bytes_per_block=runner.bytes_per_block,
         max_rows=limits.max_rows,
         max_tokens=limits.max_tokens,
         num_lanes=limits.num_lanes,
         max_model_len=limits.max_model_len,
-        swap_out_bytes_per_s=measured.copy_bytes_per_s,
-        swap_in_bytes_per_s=measured.copy_bytes_per_s,
+        swap_out_bytes_per_s=measured.swap_out_bytes_per_s,
+        swap_in_bytes_per_s=measured.swap_in_bytes_per_s,
         prefill_tokens_per_s=measured.prefill_tokens_per_s,
         vocab_size=limits.vocab_size,
     )

@@ -1,4 +1,6 @@
-"""Runs one decoded plan: state operations, copies, forward, sampling, result. The fault barrier is here.
+"""Runs one decoded plan: copies, state operations, forward, sampling, result. The fault barrier is here.
+
+Copies only begin here; the batch waits for those it depends on, a plan without rows for all of them (`kv.copy_engine`).
 
 Whatever goes wrong is contained as narrowly as it can be: a row that does not fit fails with BAD_ROW, logits that are
 not finite with NUMERICAL, an exception (out of memory included) fails the rows that raise it alone with INTERNAL. Only
@@ -16,6 +18,8 @@ import torch
 
 from executor_svc.batch import ModelRunner, build_batch
 from executor_svc.codec import NO_TOKEN, DecodedPlan, Int32s, PlanError, StepOutcome
+from executor_svc.kv.checksums import BlockChecksums
+from executor_svc.kv.copy_engine import CopyEngine, CopyError
 from executor_svc.lanes import Int64s, LaneMirror
 from executor_svc.sampling import NumericalError, Sampler, SamplingParams, argmax_rows
 from pagemill.engine.v1 import executor_pb2 as pb
@@ -35,25 +39,32 @@ class _Rows:
     num_tokens: Int64s
     token_ids: Int32s
     errors: dict[int, pb.RowErrorCode] = field(default_factory=dict)
+    copy_wait_s: float = 0.0
 
 
 class StepExecutor:
-    """Owns the mirror and drives the runner. One thread at a time."""
+    """Owns the mirror, drives the runner and the copies. One thread at a time."""
 
-    def __init__(self, runner: ModelRunner, mirror: LaneMirror) -> None:
+    def __init__(self, runner: ModelRunner, mirror: LaneMirror, copies: CopyEngine) -> None:
         self._runner = runner
         self._mirror = mirror
+        self._copies = copies
         self._sampler = Sampler(runner.vocab_size)
         self._last_lanes = np.zeros(0, np.int32)
         self._void = False
         self._num_lone_failures = 0
 
     def reset(self) -> None:
-        """Begin a new session: no lanes."""
+        """Begin a new session: no lanes, no host blocks with content, no copy of the old one at work."""
+        self._copies.reset()
         self._mirror.clear()
         self._last_lanes = np.zeros(0, np.int32)
         self._void = False
         self._num_lone_failures = 0
+
+    def close(self) -> None:
+        """End the copies; nothing may be executed afterwards."""
+        self._copies.close()
 
     def execute(self, plan: DecodedPlan | PlanError, step_id: int) -> StepOutcome:
         """Run one plan. Never raises: what fails is in the outcome."""
@@ -62,7 +73,7 @@ class StepExecutor:
             outcome = self._execute(plan, step_id)
         except Exception as error:
             if not self._void:
-                trace = None if isinstance(error, PlanError) else error
+                trace = None if isinstance(error, PlanError | CopyError) else error
                 log.error("step failed", extra=kv(step_id=step_id, reason=_reason(error)), exc_info=trace)
             self._void = True
             outcome = StepOutcome(step_id=step_id, failed=True)
@@ -76,12 +87,22 @@ class StepExecutor:
         if self._void:
             raise PlanError("an earlier step of this session failed")
         self._check_digest(plan)
+        copies = self._copies
+        if plan.has_copies:  # first: they may run while the mirror follows
+            copies.submit(step_id, plan.swap_out, plan.copy, plan.swap_in)
         self._mirror.apply(plan)
-        copy_us = self._copy(plan)
         rows = self._rows(plan)
         if rows.lanes.size:
             self._run(rows)
-        return StepOutcome(step_id=step_id, token_ids=rows.token_ids, row_errors=rows.errors, copy_us=copy_us)
+        elif copies.busy:
+            rows.copy_wait_s = copies.drain()
+        return StepOutcome(
+            step_id=step_id,
+            token_ids=rows.token_ids,
+            row_errors=rows.errors,
+            copies=copies.report() if copies.has_news else None,
+            copy_wait_us=int(rows.copy_wait_s * 1e6),
+        )
 
     def _check_digest(self, plan: DecodedPlan) -> None:
         if plan.state_digest is None:
@@ -89,13 +110,6 @@ class StepExecutor:
         digest = self._mirror.digest()
         if digest is not None and digest != plan.state_digest:
             raise PlanError(f"state digest {plan.state_digest:#010x}, the mirror's is {digest:#010x}")
-
-    def _copy(self, plan: DecodedPlan) -> int:
-        if not plan.copy_src.size:
-            return 0
-        started = time.perf_counter()
-        self._runner.copy_blocks(plan.copy_src.tolist(), plan.copy_dst.tolist())
-        return int((time.perf_counter() - started) * 1e6)
 
     def _rows(self, plan: DecodedPlan) -> _Rows:
         lanes = self._last_lanes if plan.repeat_decode else plan.row_lanes
@@ -111,16 +125,35 @@ class StepExecutor:
         for row in np.flatnonzero(~fits).tolist():
             self._fail(rows, row, pb.ROW_ERROR_CODE_BAD_ROW, "does not fit the mirror")
         runnable = np.flatnonzero(fits)
+        if self._copies.busy:
+            blocks = self._mirror.blocks_of(rows.lanes[runnable], rows.num_tokens[runnable])
+            rows.copy_wait_s = self._copies.before_batch(blocks.read, blocks.written)
+        num_bad = 0
+        if self._copies.checksums is not None:
+            good = self._without_bad_blocks(rows, runnable, self._copies.checksums)
+            num_bad, runnable = runnable.size - good.size, good
         if not runnable.size:
             return
         self._forward(rows, runnable)
-        raised = sum(code == pb.ROW_ERROR_CODE_INTERNAL for code in rows.errors.values())
+        raised = sum(code == pb.ROW_ERROR_CODE_INTERNAL for code in rows.errors.values()) - num_bad
         if raised < runnable.size:
             self._num_lone_failures = 0
             return
         self._num_lone_failures += 1
         if raised > 1 or self._num_lone_failures >= MAX_LONE_FAILURES:
             raise RuntimeError(f"all of {raised} rows raised")
+
+    def _without_bad_blocks(self, rows: _Rows, chosen: Int64s, checksums: BlockChecksums) -> Int64s:
+        """The chosen rows that read no block whose bytes a copy has changed; the others fail."""
+        if not checksums.any_bad:
+            return chosen
+        tables, cached = self._mirror.cached_blocks(rows.lanes[chosen])
+        hit = (checksums.are_bad(tables) & cached).any(axis=1)
+        for row in chosen[hit].tolist():
+            self._fail(rows, row, pb.ROW_ERROR_CODE_INTERNAL, "a copied block is not what it was")
+        good = chosen[~hit]
+        checksums.overwritten(self._mirror.new_blocks(rows.lanes[good], rows.num_tokens[good]))
+        return good
 
     def _forward(self, rows: _Rows, chosen: Int64s) -> None:
         """Run the chosen rows together; if that raises, halve until the guilty rows are alone.

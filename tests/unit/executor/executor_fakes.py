@@ -7,7 +7,7 @@ block tables: a wrong slot, table, position or order of copies gives other token
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 
 from executor_svc.batch import Batch
 from executor_svc.codec import PlanLimits, StepOutcome, decode_plan
+from executor_svc.kv.copy_engine import CopyEngine
+from executor_svc.kv.copy_thread import cpu_copies
+from executor_svc.kv.host import HostPool
 from executor_svc.lanes import LaneMirror
 from executor_svc.step import StepExecutor
 from pagemill.engine.v1 import executor_pb2 as pb
@@ -60,7 +63,6 @@ class DigestRunner:
     """See the head of this file."""
 
     vocab_size = VOCAB
-    bytes_per_block = 1024
     weight_bytes = 1_000_000
     dtype_name = kv_dtype_name = "int64"
     device_name = "none"
@@ -71,6 +73,7 @@ class DigestRunner:
 
     def __init__(self, *, block_size: int = 4, num_blocks: int = 32, max_model_len: int = 64) -> None:
         self.block_size = block_size
+        self.bytes_per_block = block_size * 8
         self.max_model_len = max_model_len
         self.num_forwards = 0
         self.broken = False
@@ -130,17 +133,25 @@ class DigestRunner:
             slots = blocks * self.block_size + positions % self.block_size
             assert batch.slot_mapping[end - query : end].tolist() == slots.tolist()
 
-    def copy_blocks(self, src: Sequence[int], dst: Sequence[int]) -> None:
-        blocks = self.slots.reshape(self.num_blocks, self.block_size)
-        for a, b in zip(src, dst, strict=True):
-            blocks[b] = blocks[a]
+    def block_bytes(self) -> NDArray[np.uint8]:
+        return self.slots.view(np.uint8).reshape(self.num_blocks, self.bytes_per_block)
 
 
 class Bench:
     """A step executor with its limits; plans go in as messages, outcomes come out."""
 
-    def __init__(self, runner: DigestRunner | None = None, *, num_lanes: int = 8, max_rows: int = 6) -> None:
+    def __init__(
+        self,
+        runner: DigestRunner | None = None,
+        *,
+        num_lanes: int = 8,
+        max_rows: int = 6,
+        num_host_blocks: int = 0,
+        make_copies: Callable[..., CopyEngine] = cpu_copies,
+        **copies: Any,
+    ) -> None:
         self.runner = runner or DigestRunner()
+        self.host = HostPool(num_host_blocks, self.runner.bytes_per_block).block_bytes()
         self.mirror = LaneMirror(
             num_lanes=num_lanes,
             block_size=self.runner.block_size,
@@ -154,8 +165,10 @@ class Bench:
             max_tokens=48,
             max_model_len=self.runner.max_model_len,
             vocab_size=self.runner.vocab_size,
+            num_host_blocks=num_host_blocks,
         )
-        self.executor = StepExecutor(self.runner, self.mirror)
+        self.copies = make_copies(self.runner.block_bytes(), self.host, **copies)
+        self.executor = StepExecutor(self.runner, self.mirror, self.copies)
         self.step_id = 0
 
     def plan(self, **fields: Any) -> pb.StepPlan:

@@ -44,7 +44,7 @@ class NaiveMirror:
             self.lanes.pop(lane, None)
         for lane, position, count in plan["rewind"]:
             if (it := self.lanes.get(lane)) is not None and not it.broken:
-                if 0 <= position <= it.position and 0 <= count <= len(it.blocks):
+                if 0 <= position <= min(it.position, count * BLOCK) and 0 <= count <= len(it.blocks):
                     it.position, it.blocks = position, it.blocks[:count]
                 else:
                     it.broken = True
