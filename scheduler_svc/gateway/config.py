@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import ClassVar
 
@@ -40,6 +41,11 @@ class GatewaySettings(ServiceSettings):
     """Requests in this gateway, waiting or running, beyond which new ones get QUEUE_FULL."""
     max_streams_per_connection: int = Field(default=100, ge=1)
     """Concurrent calls per client connection; further ones wait inside the client, which may open more connections."""
+    max_connections: int | None = Field(default=None, ge=1)
+    """Client connections; further ones are hung up on. Default, and most: half of the files that this process may open,
+    since each connection is one; by default no more than 10000."""
+    max_message_bytes: int = Field(default=8 * 1024 * 1024, ge=64 * 1024, le=256 * 1024 * 1024)
+    """Largest gRPC message in bytes, either way; a larger request ends with RESOURCE_EXHAUSTED, unread."""
     slow_client_timeout_s: float = Field(default=60.0, gt=0)
     """Seconds that a client may leave its stream unread before it is ended with SLOW_CONSUMER."""
     session_wait_s: float = Field(default=3.0, ge=0)
@@ -56,8 +62,25 @@ class GatewaySettings(ServiceSettings):
     die_with_parent: bool = False
     """Exit when the process that started this one dies."""
 
+    @property
+    def connection_limit(self) -> int:
+        """Most client connections."""
+        return self.max_connections or min(10_000, _half_of_the_files())
+
+    @model_validator(mode="after")
+    def _files_for_connections(self) -> GatewaySettings:
+        most = _half_of_the_files()
+        if self.max_connections is not None and self.max_connections > most:
+            raise ValueError(f"--max-connections: at most {most}, half of the files this process may open (ulimit -n)")
+        return self
+
     @model_validator(mode="after")
     def _plaintext_stays_at_home(self) -> GatewaySettings:
         check_host(self.host, "--host", insecure=self.insecure)
         check_host(self.metrics_host, "--metrics-host", insecure=self.insecure)
         return self
+
+
+def _half_of_the_files() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1_000_000 if soft == resource.RLIM_INFINITY else max(1, soft // 2)

@@ -35,8 +35,9 @@ from scheduler_svc.gateway.validation import LIMITS
 _log = logging.getLogger(__name__)
 
 READINESS_SERVICE = "pagemill.v1.InferenceService"
-_MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 _MAX_METADATA_BYTES = 16 * 1024
+_HANDSHAKE_TIMEOUT_S = 10.0
+"""How long a new connection may take to begin HTTP/2 (gRPC's default is two minutes)."""
 _LAST_WORD_S = 2.0
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -46,11 +47,17 @@ def server_options(settings: GatewaySettings) -> list[tuple[str, int]]:
     """Options of the gRPC server. A misspelt name is ignored silently by grpc, so a test looks each one up."""
     return [
         ("grpc.so_reuseport", 0),  # otherwise a second process could bind the same port unnoticed
-        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-        ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", settings.max_message_bytes),
+        ("grpc.max_send_message_length", settings.max_message_bytes),
         ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.max_concurrent_streams", settings.max_streams_per_connection),
+        ("grpc.max_allowed_incoming_connections", settings.connection_limit),
+        ("grpc.server_handshake_timeout_ms", int(_HANDSHAKE_TIMEOUT_S * 1000)),
+        # Calls that came and were not looked at yet. By default gRPC begins to refuse at random behind 1,000 of them,
+        # with no reason that a client could read: a burst is for the registry to judge, which knows what is alive.
+        ("grpc.server.max_pending_requests", settings.max_live_requests),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * settings.max_live_requests),
         # Clients may ping a quiet stream every 10 s (load balancers cut idle connections); the default allows 5 min.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),

@@ -302,6 +302,12 @@ class Rig:
 
     async def probe(self) -> None:
         """The server still answers, rightly, and nothing is left behind by earlier calls."""
+        await self.probe_beside()
+        await until(lambda: len(self.gateway.registry) == 0)
+        assert self.gateway.scheduler.num_streams == 0
+
+    async def probe_beside(self) -> None:
+        """The server still answers, rightly, whatever else it does."""
         before, self.scheduler.script = self.scheduler.script, emit([*b"probe answer"])
         request = pb.GenerateRequest(text="probe")
         request.stopping.max_tokens = 12
@@ -309,8 +315,6 @@ class Rig:
         assert answer.text == "probe answer"
         assert answer.token_ids == [*b"probe answer"]
         self.scheduler.script = before
-        await until(lambda: len(self.gateway.registry) == 0)
-        assert self.gateway.scheduler.num_streams == 0
 
 
 @dataclass

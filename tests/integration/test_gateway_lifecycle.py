@@ -126,20 +126,6 @@ async def test_b74_fifty_cancelled_streams_leave_their_neighbour_alone() -> None
         await rig.probe()
 
 
-async def test_b76_b77_many_streams_at_once_and_then_gone() -> None:
-    async with running_gateway(max_streams_per_connection=1000) as rig:
-        rig.scheduler.script = emit([*b"abcdefgh"])
-        answers = await asyncio.gather(*(rig.generate(request(8)) for _ in range(300)))
-        assert {a.text for a in answers} == {"abcdefgh"}
-        rig.scheduler.script = accept_only
-        calls = [rig.api.Generate(request(), timeout=DEADLINE_S) for _ in range(300)]
-        await until(lambda: len(rig.scheduler.live) == 300)
-        await rig.channel.close()
-        await until(lambda: not rig.scheduler.live and len(rig.gateway.registry) == 0)
-        assert len(calls) == 300
-        assert rig.gateway.scheduler.num_streams == 0
-
-
 async def test_cancel_ends_the_other_call_with_finished() -> None:
     async with running_gateway() as rig:
         rig.scheduler.script = endless
