@@ -28,6 +28,8 @@ from tests.oracles.kv import KvExecutor
 FORCES = hasattr(Scheduler, "force_preempt")
 ACTIONS: tuple[str, ...] = ("swap", "recompute", "tail") if FORCES else ("recompute",)
 """What this build of the core can be forced to."""
+TURN_S = 0.01
+"""Seconds that pass in a turn."""
 GOOD_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -139,7 +141,7 @@ class DirectRig:
 
     def turn(self) -> bool:
         """Plan as deep as allowed, then take one result, or by chance all; False when there was nothing to do."""
-        self.now += 0.01
+        self.now += TURN_S
         self._take(self.scheduler.expire(self.now))
         planned = False
         while (plan := self.scheduler.schedule(self.now)) is not None:

@@ -117,12 +117,13 @@ class LockstepRig:
         stats = self.engine.core.stats()
         assert self.engine.core.check_invariants() == []
         assert (stats.running, stats.queue_requests, stats.preempted) == (0, 0, 0)
-        assert stats.blocks_free == stats.blocks_total
+        assert stats.blocks_free + stats.blocks_cached == stats.blocks_total
         assert self.engine.gateways.num_streams == 0
         assert not any(session.stream_of or session.silent for session in self.engine.gateways.sessions.values())
         for executor in self.executors:
             assert executor.violations == []
             assert executor.lanes == {}
+            assert not executor.copies.pending
         for gateway in self.gateways:
             assert gateway.errors == []
         assert self.engine.counters.faults == 0

@@ -144,7 +144,7 @@ def test_shared_blocks_and_any_number_of_cached_tokens() -> None:
     hand = Hand()
     hand.start()
     for lane, cached, blocks in ((1, 4, [0, 2]), (2, 6, [0, 3])):
-        copied = {"copy_src": [1], "copy_dst": [3]} if cached == 6 else {}
+        copied: dict[str, Any] = {"copy_src": [1], "copy_dst": [3]} if cached == 6 else {}
         hand.plan(
             admit=[admit(lane, PROMPT, blocks, cached=cached, seed=lane)],
             row_lanes=[lane],
