@@ -19,6 +19,7 @@ ints = st.one_of(
 )
 columns = st.lists(ints, max_size=6).map(lambda values: column(*values))
 raw = st.one_of(columns, columns, columns, st.binary(max_size=9))
+seldom = st.one_of(st.just(b""), st.just(b""), raw)
 uints = st.one_of(st.integers(0, 12), st.sampled_from([2**31, 2**32 - 1]))
 floats = st.one_of(st.floats(width=32), st.sampled_from([0.0, 1.0, 0.5]))
 samplings = st.builds(
@@ -48,6 +49,10 @@ plans = st.builds(
     rewind_lanes=raw,
     rewind_num_tokens=raw,
     rewind_num_blocks=raw,
+    swap_out_src=seldom,
+    swap_out_dst=seldom,
+    swap_in_src=seldom,
+    swap_in_dst=seldom,
     copy_src=raw,
     copy_dst=raw,
     admit=st.lists(admits, max_size=3),
@@ -162,13 +167,14 @@ def assert_still_works(bench: Bench) -> None:
 @settings(max_examples=200, deadline=None, suppress_health_check=[SLOW])
 @given(st.lists(st.one_of(plans, scenes), max_size=8))
 def test_arbitrary_plans(sequence: list[pb.StepPlan | Scene]) -> None:
-    bench = Bench()
+    bench = Bench(num_host_blocks=6)
     bench.runner.slots[:] = 1  # so that lies about cached positions read something
     for i, item in enumerate(sequence):
         plan = item if isinstance(item, pb.StepPlan) else good_plan(i + 1, item)
         if run(bench, plan).failed:
             bench.executor.reset()
     assert_still_works(bench)
+    bench.executor.close()
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[SLOW])
@@ -176,13 +182,14 @@ def test_arbitrary_plans(sequence: list[pb.StepPlan | Scene]) -> None:
     st.lists(st.tuples(scenes, st.lists(st.tuples(st.integers(0, 500), st.integers(0, 255)), max_size=3)), max_size=8)
 )
 def test_good_plans_with_flipped_bytes(sequence: list[tuple[Scene, list[tuple[int, int]]]]) -> None:
-    bench = Bench()
+    bench = Bench(num_host_blocks=6)
     bench.runner.slots[:] = 1
     for i, (scene, cuts) in enumerate(sequence):
         mutated = mutate(good_plan(i + 1, scene), cuts)
         if mutated is not None and run(bench, mutated).failed:
             bench.executor.reset()
     assert_still_works(bench)
+    bench.executor.close()
 
 
 def test_the_good_plans_are_good() -> None:

@@ -127,7 +127,7 @@ def test_seeded_streams_repeat_whatever_the_batches(runner: ModelRunner, ready: 
 
 def test_the_hello_tells_the_truth(runner: ModelRunner, ready: Ready) -> None:
     hello = ready.hello
-    assert (hello.num_device_blocks, hello.num_host_blocks, hello.block_size) == (64, 0, BLOCK)
+    assert (hello.num_device_blocks, hello.num_host_blocks, hello.block_size) == (64, 128, BLOCK)
     assert (hello.max_rows, hello.max_tokens, hello.num_lanes) == (8, 64, 32)
     assert hello.vocab_size == runner.vocab_size
     assert hello.model_fingerprint == runner.fingerprint

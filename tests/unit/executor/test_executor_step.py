@@ -232,6 +232,8 @@ def test_a_lane_named_twice_runs_once() -> None:
         {"admit": [pb.Admit(lane=1, token_ids=b"1")]},
         {"swap_out_src": column(0), "swap_out_dst": column(0)},
         {"swap_in_src": column(0), "swap_in_dst": column(0)},
+        {"swap_out_src": column(0)},
+        {"swap_in_dst": b"1"},
         {"row_lanes": column(0), "draft_ids": column(5), "num_drafts": column(1)},
         {"row_lanes": column(0), "want_logprobs": True},
         {"row_lanes": column(0), "mask_follows": True},
