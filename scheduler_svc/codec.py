@@ -19,6 +19,12 @@ from scheduler_svc.core.plan import NO_TOKEN, Admit, RowErrorCode, StepPlan, Ste
 MAX_STOP_TOKEN_IDS = 1024
 """The gateway allows 64 and adds the model's end-of-sequence ids."""
 MAX_PRIORITY = 1000
+MAX_SALT_BYTES = 256
+MAX_DTYPE_CHARS = 64
+MAX_COPY_STEPS = 65_536
+"""Steps whose copies one result may report: they may run behind the batches for long, but not for ever."""
+MAX_RATE = 1e15
+"""Bytes or tokens per second; more is a fault of the measurement."""
 MAX_COUNT = 2**31 - 1
 """Largest id, count or size of anything on the wire."""
 
@@ -114,8 +120,10 @@ def decode_result(message: ex.StepResult, vocab_size: int, max_ids: int) -> Step
         raise WireError(f"Got {len(num_tokens)} counts that do not add up to {len(token_ids)} ids")
     if len(message.row_errors) > max_ids:
         raise WireError(f"Got {len(message.row_errors)} row errors but expected at most {max_ids}")
+    if len(message.finished_copy_steps) > MAX_COPY_STEPS:
+        raise WireError(f"Got {len(message.finished_copy_steps)} finished copies, expected at most {MAX_COPY_STEPS}")
     errors = {error.row: _ROW_ERROR.get(error.code, RowErrorCode.INTERNAL) for error in message.row_errors}
-    return StepResult(message.step_id, token_ids, num_tokens, status, errors)
+    return StepResult(message.step_id, token_ids, num_tokens, status, errors, tuple(message.finished_copy_steps))
 
 
 def decode_limits(hello: ex.ExecutorHello) -> ExecutorLimits:
@@ -132,6 +140,14 @@ def decode_limits(hello: ex.ExecutorHello) -> ExecutorLimits:
         value = getattr(hello, name)
         if not 1 <= value <= MAX_COUNT:
             raise WireError(f"Got {name} = {value} but expected 1 to {MAX_COUNT}")
+    if hello.num_host_blocks > MAX_COUNT:
+        raise WireError(f"Got num_host_blocks = {hello.num_host_blocks} but expected at most {MAX_COUNT}")
+    if len(hello.kv_dtype) > MAX_DTYPE_CHARS:
+        raise WireError(f"Got a kv_dtype of {len(hello.kv_dtype)} characters but expected at most {MAX_DTYPE_CHARS}")
+    for name in ("swap_out_bytes_per_s", "swap_in_bytes_per_s", "prefill_tokens_per_s"):
+        rate = getattr(hello, name)
+        if not 0.0 <= rate <= MAX_RATE:  # false for NaN too
+            raise WireError(f"Got {name} = {rate} but expected 0 to {MAX_RATE:g}")
     return ExecutorLimits(
         block_size=hello.block_size,
         num_device_blocks=hello.num_device_blocks,
@@ -139,6 +155,13 @@ def decode_limits(hello: ex.ExecutorHello) -> ExecutorLimits:
         max_tokens=hello.max_tokens,
         num_lanes=hello.num_lanes,
         max_model_len=hello.max_model_len,
+        num_host_blocks=hello.num_host_blocks,
+        bytes_per_block=hello.bytes_per_block,
+        swap_out_bytes_per_s=hello.swap_out_bytes_per_s,
+        swap_in_bytes_per_s=hello.swap_in_bytes_per_s,
+        prefill_tokens_per_s=hello.prefill_tokens_per_s,
+        model_fingerprint=hello.model_fingerprint,
+        kv_dtype=hello.kv_dtype,
     )
 
 
@@ -155,6 +178,8 @@ def decode_submit(message: fe.Submit, *, seq_id: SeqId, group: int, vocab_size: 
         raise WireError(f"Got max_tokens = {message.max_tokens} but expected 1 to {MAX_COUNT}")
     if not -MAX_PRIORITY <= message.priority <= MAX_PRIORITY:
         raise WireError(f"Got priority = {message.priority} but expected -{MAX_PRIORITY} to {MAX_PRIORITY}")
+    if len(message.cache_salt) > MAX_SALT_BYTES:
+        raise WireError(f"Got a cache salt of {len(message.cache_salt)} bytes but expected at most {MAX_SALT_BYTES}")
     return SequenceSpec(
         seq_id=seq_id,
         prompt_ids=prompt_ids,
@@ -168,6 +193,7 @@ def decode_submit(message: fe.Submit, *, seq_id: SeqId, group: int, vocab_size: 
         deadline=now + message.deadline_ms / 1000 if message.HasField("deadline_ms") else None,
         queue_deadline=now + message.max_queue_ms / 1000 if message.HasField("max_queue_ms") else None,
         group=group,
+        cache_salt=message.cache_salt,
     )
 
 

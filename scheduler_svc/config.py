@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from pagemill import endpoints
 from pagemill.settings import ServiceSettings
 from scheduler_svc.core.limits import check_config
-from scheduler_svc.core.params import QueuePolicy, SchedulerConfig
+from scheduler_svc.core.params import HostCache, PreemptionMode, QueuePolicy, SchedulerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,7 @@ class EngineConfig:
     no_executor_grace_s: float = 10.0
     drain_timeout_s: float = 30.0
     max_pending_tokens: int = 262_144
+    check_every_plans: int = 1_024
 
 
 class SchedulerSettings(ServiceSettings):
@@ -76,6 +77,25 @@ class SchedulerSettings(ServiceSettings):
         lt=1.0,
         description="share of the KV blocks kept free at admission, so that running sequences grow unpreempted",
     )
+    growth_reserve: float = Field(
+        default=1.0,
+        ge=0.0,
+        le=1.0,
+        description="share of what running sequences are expected to grow by that admission leaves to them; 0 for none",
+    )
+    preemption_mode: Literal["auto", "swap", "recompute"] = Field(
+        default="auto",
+        description="what becomes of the KV blocks of a request that makes room; auto takes what costs least by the "
+        "executor's measured rates, the others are for comparison",
+    )
+    prefix_cache: bool = Field(
+        default=True, description="keep full KV blocks after their request and reuse them for prompts that begin alike"
+    )
+    host_cache: Literal["on-evict", "write-through", "off"] = Field(
+        default="on-evict",
+        description="when KV blocks kept for reuse are copied to the executor's host memory: as they are evicted from "
+        "the device, as soon as they are full, or never",
+    )
     pipeline_depth: int = Field(
         default=2,
         ge=1,
@@ -118,6 +138,12 @@ class SchedulerSettings(ServiceSettings):
         description="seconds without an executor in which requests queue, before they are refused with NO_EXECUTOR; "
         "covers the restart of an executor with a warm file cache",
     )
+    check_every_plans: int = Field(
+        default=1_024,
+        ge=1,
+        le=1_000_000_000,
+        description="step plans between two checks of the block accounting; it is also checked when idle",
+    )
     drain_timeout_s: float = Field(
         default=30.0, ge=0, le=86_400, description="seconds that running requests may take to finish after SIGTERM"
     )
@@ -138,7 +164,12 @@ class SchedulerSettings(ServiceSettings):
     def core(self) -> SchedulerConfig:
         """The part the scheduler core needs."""
         values = {field.name: getattr(self, field.name) for field in fields(SchedulerConfig)}
-        return SchedulerConfig(**values | {"queue_policy": QueuePolicy(self.queue_policy)})
+        enums = {
+            "queue_policy": QueuePolicy(self.queue_policy),
+            "preemption_mode": PreemptionMode(self.preemption_mode),
+            "host_cache": HostCache(self.host_cache),
+        }
+        return SchedulerConfig(**values | enums)
 
     def engine(self) -> EngineConfig:
         """The part the loop needs."""
@@ -149,4 +180,5 @@ class SchedulerSettings(ServiceSettings):
             hello_timeout_s=self.hello_timeout_s,
             no_executor_grace_s=self.no_executor_grace_s,
             drain_timeout_s=self.drain_timeout_s,
+            check_every_plans=self.check_every_plans,
         )

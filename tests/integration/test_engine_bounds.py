@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ def test_pauses_between_failing_sessions_grow_and_a_good_result_ends_them() -> N
         if gateway.num_open == 0:
             gateway.submit([1], max_tokens=4)
         rig.turn()
-    gaps = [later - earlier for earlier, later in zip(started, started[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in pairwise(started)]
     for gap, pause in zip(gaps, (0.0, 0.1, 0.5, 2.0, 5.0, 5.0, 0.0, 0.0), strict=False):
         assert pause <= gap < pause + 0.3
     assert rig.engine.executors.due() <= rig.clock.now + 0.3

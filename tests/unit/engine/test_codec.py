@@ -12,9 +12,17 @@ from pagemill.columns import pack, unpack
 from pagemill.engine.v1 import executor_pb2 as ex
 from pagemill.engine.v1 import frontend_pb2 as fe
 from pagemill.engine.v1.sampling_pb2 import Sampling
-from scheduler_svc.codec import WireError, decode_result, decode_submit, encode_ended, encode_plan, encode_refusal
+from scheduler_svc.codec import (
+    WireError,
+    decode_limits,
+    decode_result,
+    decode_submit,
+    encode_ended,
+    encode_plan,
+    encode_refusal,
+)
 from scheduler_svc.core.events import FinishedEvent, FinishReason, Refusal, RefusalReason
-from scheduler_svc.core.params import SamplingSpec, SeqId
+from scheduler_svc.core.params import ExecutorLimits, SamplingSpec, SeqId
 from scheduler_svc.core.plan import Admit, RowErrorCode, StepPlan, StepStatus
 
 
@@ -101,6 +109,57 @@ def test_result_crosses() -> None:
 def test_results_that_cannot_be(fields: dict[str, Any]) -> None:
     with pytest.raises(WireError):
         decode_result(result(**fields), 10, 100)
+
+
+def test_finished_copies_cross_and_are_bounded() -> None:
+    assert decode_result(result(finished_copy_steps=[3, 2**63]), 10, 100).finished_copy_steps == (3, 2**63)
+    with pytest.raises(WireError, match="finished copies"):
+        decode_result(result(finished_copy_steps=[1] * 70_000), 10, 100)
+
+
+def hello(**fields: Any) -> ex.ExecutorHello:
+    sizes = ("block_size", "num_device_blocks", "max_rows", "max_tokens", "num_lanes", "max_model_len", "vocab_size")
+    return ex.ExecutorHello(**{name: number for number, name in enumerate(sizes, start=10)} | fields)
+
+
+def test_everything_the_core_asks_of_an_executor_is_in_its_hello() -> None:
+    rest = {
+        "num_host_blocks": 7,
+        "bytes_per_block": 2**40,
+        "swap_out_bytes_per_s": 1.5e9,
+        "swap_in_bytes_per_s": 2.5e9,
+        "prefill_tokens_per_s": 900.0,
+        "model_fingerprint": "print",
+        "kv_dtype": "int8",
+    }
+    message = hello(**rest)
+    limits = decode_limits(message)
+    assert {name: getattr(limits, name) for name in rest} == rest
+    for name in ExecutorLimits.__dataclass_fields__:
+        assert getattr(limits, name) == getattr(message, name), name
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"block_size": 0},
+        {"num_host_blocks": 2**31},
+        {"swap_out_bytes_per_s": math.nan},
+        {"swap_in_bytes_per_s": math.inf},
+        {"prefill_tokens_per_s": -1.0},
+        {"kv_dtype": "x" * 65},
+    ],
+)
+def test_hellos_that_cannot_be(fields: dict[str, Any]) -> None:
+    with pytest.raises(WireError, match=next(iter(fields))):
+        decode_limits(hello(**fields))
+
+
+def test_salt_of_the_prefix_cache_crosses_and_is_bounded() -> None:
+    assert decode(submit(cache_salt=b"s" * 256)).cache_salt == b"s" * 256
+    assert decode(submit()).cache_salt == b""
+    with pytest.raises(WireError, match="salt"):
+        decode(submit(cache_salt=b"s" * 257))
 
 
 def submit(**fields: Any) -> fe.Submit:

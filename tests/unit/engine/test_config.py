@@ -7,7 +7,7 @@ import pytest
 
 from pagemill.settings import load
 from scheduler_svc.config import EngineConfig, SchedulerSettings
-from scheduler_svc.core.params import QueuePolicy, SchedulerConfig
+from scheduler_svc.core.params import HostCache, PreemptionMode, QueuePolicy, SchedulerConfig
 
 
 def test_every_number_of_the_core_is_an_option_with_the_same_default() -> None:
@@ -32,6 +32,14 @@ def test_flags_environment_and_file(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert settings.core().queue_policy is QueuePolicy.PRIORITY
 
 
+def test_memory_options_reach_the_core() -> None:
+    argv = ["--preemption-mode", "recompute", "--no-prefix-cache", "--host-cache", "write-through"]
+    core = load(SchedulerSettings, argv).core()
+    assert (core.preemption_mode, core.prefix_cache) == (PreemptionMode.RECOMPUTE, False)
+    assert core.host_cache is HostCache.WRITE_THROUGH
+    assert load(SchedulerSettings, ["--prefix-cache", "--host-cache", "off"]).core().host_cache is HostCache.OFF
+
+
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
@@ -41,6 +49,8 @@ def test_flags_environment_and_file(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         (["--lease-ms", "100"], "heartbeat_ms"),
         (["--max-num-seqs", "0"], "--max-num-seqs"),
         (["--queue-policy", "lifo"], "--queue-policy"),
+        (["--preemption-mode", "none"], "--preemption-mode"),
+        (["--host-cache", "on"], "--host-cache"),
         (["--config", "/no/such/file.yaml"], "no such file"),
     ],
 )
