@@ -176,7 +176,8 @@ def test_a_hit_never_takes_a_cached_block_that_is_promised() -> None:
     with pytest.raises(ValueError, match="reserved"):
         pool.retain(cached)
     assert check_pool(pool, [], []) == []
-    pool.retain(cached[:1])
+    pool.retain([cached[0], cached[0]])
+    pool.release(cached[:1])
     assert pool.num_cached_in(cached) == 1
     with pytest.raises(ValueError, match="reserved"):
         pool.retain(cached)
