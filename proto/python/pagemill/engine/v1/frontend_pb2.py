@@ -25,41 +25,51 @@ _sym_db = _symbol_database.Default()
 from pagemill.engine.v1 import sampling_pb2 as pagemill_dot_engine_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!pagemill/engine/v1/frontend.proto\x12\x12pagemill.engine.v1\x1a!pagemill/engine/v1/sampling.proto\"\xd5\x05\n\x10\x46rontendEnvelope\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\x0b\n\x03\x61\x63k\x18\x04 \x01(\x04\x12\x32\n\x05hello\x18\n \x01(\x0b\x32!.pagemill.engine.v1.FrontendHelloH\x00\x12\x32\n\x05start\x18\x0b \x01(\x0b\x32!.pagemill.engine.v1.FrontendStartH\x00\x12\x34\n\x06reject\x18\x0c \x01(\x0b\x32\".pagemill.engine.v1.FrontendRejectH\x00\x12,\n\x06submit\x18\r \x01(\x0b\x32\x1a.pagemill.engine.v1.SubmitH\x00\x12\x33\n\x06\x63\x61ncel\x18\x0e \x01(\x0b\x32!.pagemill.engine.v1.CancelStreamsH\x00\x12\x36\n\x08\x61\x63\x63\x65pted\x18\x0f \x01(\x0b\x32\".pagemill.engine.v1.StreamAcceptedH\x00\x12\x36\n\x08rejected\x18\x10 \x01(\x0b\x32\".pagemill.engine.v1.StreamRejectedH\x00\x12\x30\n\x06tokens\x18\x11 \x01(\x0b\x32\x1e.pagemill.engine.v1.TokenBatchH\x00\x12\x30\n\x05\x65nded\x18\x12 \x01(\x0b\x32\x1f.pagemill.engine.v1.StreamEndedH\x00\x12\x35\n\x06status\x18\x13 \x01(\x0b\x32#.pagemill.engine.v1.SchedulerStatusH\x00\x12:\n\theartbeat\x18\x14 \x01(\x0b\x32%.pagemill.engine.v1.FrontendHeartbeatH\x00\x12\x36\n\x07goodbye\x18\x15 \x01(\x0b\x32#.pagemill.engine.v1.FrontendGoodbyeH\x00\x42\x06\n\x04\x62ody\"\x9f\x01\n\rFrontendHello\x12\x14\n\x0cprotocol_min\x18\x01 \x01(\r\x12\x14\n\x0cprotocol_max\x18\x02 \x01(\r\x12\x13\n\x0bschema_hash\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12\x0c\n\x04host\x18\x06 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x07 \x01(\t\"o\n\rFrontendStart\x12\x17\n\x0f\x63hosen_protocol\x18\x01 \x01(\r\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\x12\x33\n\x06status\x18\x03 \x01(\x0b\x32#.pagemill.engine.v1.SchedulerStatus\" \n\x0e\x46rontendReject\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xd2\x02\n\x06Submit\x12\x0e\n\x06stream\x18\x01 \x01(\x05\x12\x19\n\x11\x63lient_request_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x12\n\nprompt_ids\x18\x05 \x01(\x0c\x12\x13\n\x0b\x65mitted_ids\x18\x06 \x01(\x0c\x12.\n\x08sampling\x18\x07 \x01(\x0b\x32\x1c.pagemill.engine.v1.Sampling\x12\x14\n\x0c\x63hoice_index\x18\x08 \x01(\r\x12\x12\n\nmax_tokens\x18\t \x01(\r\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\n \x01(\rH\x00\x88\x01\x01\x12\x19\n\x0cmax_queue_ms\x18\x0b \x01(\rH\x01\x88\x01\x01\x12\x12\n\ncache_salt\x18\x0c \x01(\x0c\x12\x0e\n\x06\x61ge_ms\x18\r \x01(\rB\x0e\n\x0c_deadline_msB\x0f\n\r_max_queue_ms\" \n\rCancelStreams\x12\x0f\n\x07streams\x18\x01 \x01(\x0c\" \n\x0eStreamAccepted\x12\x0e\n\x06stream\x18\x01 \x01(\x05\"\x91\x01\n\x0eStreamRejected\x12\x0e\n\x06stream\x18\x01 \x01(\x05\x12.\n\x05\x65rror\x18\x02 \x01(\x0e\x32\x1f.pagemill.engine.v1.StreamError\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x1b\n\x0eretry_after_ms\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x11\n\x0f_retry_after_ms\"U\n\nTokenBatch\x12\x0f\n\x07streams\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x02 \x01(\x0c\x12\x13\n\x0b\x66irst_index\x18\x03 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\"\xca\x02\n\x0bStreamEnded\x12\x0e\n\x06stream\x18\x01 \x01(\x05\x12-\n\x06reason\x18\x02 \x01(\x0e\x32\x1d.pagemill.engine.v1.EndReason\x12.\n\x05\x65rror\x18\x03 \x01(\x0e\x32\x1f.pagemill.engine.v1.StreamError\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x19\n\x11num_output_tokens\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x10\n\x08queue_ms\x18\x07 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x08 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\t \x01(\r\x12\x15\n\rswapped_bytes\x18\n \x01(\x04\x12\x1b\n\x0eretry_after_ms\x18\x0b \x01(\rH\x00\x88\x01\x01\x42\x11\n\x0f_retry_after_ms\"\xdf\x01\n\x0fSchedulerStatus\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\t\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x1a\n\x12kv_capacity_tokens\x18\x05 \x01(\x04\x12\x16\n\x0equeue_requests\x18\x06 \x01(\r\x12\x14\n\x0cqueue_tokens\x18\x07 \x01(\x04\x12\x18\n\x10running_requests\x18\x08 \x01(\r\x12\x15\n\rnum_executors\x18\t \x01(\r\"(\n\x11\x46rontendHeartbeat\x12\x13\n\x0bnum_streams\x18\x01 \x01(\r\"!\n\x0f\x46rontendGoodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t*\xc1\x02\n\x0bStreamError\x12\x1c\n\x18STREAM_ERROR_UNSPECIFIED\x10\x00\x12+\n\'STREAM_ERROR_PROMPT_EXCEEDS_KV_CAPACITY\x10\x01\x12\x1b\n\x17STREAM_ERROR_QUEUE_FULL\x10\x02\x12\x1e\n\x1aSTREAM_ERROR_QUEUE_TIMEOUT\x10\x03\x12\x19\n\x15STREAM_ERROR_DEADLINE\x10\x04\x12\x1c\n\x18STREAM_ERROR_NO_EXECUTOR\x10\x05\x12\x19\n\x15STREAM_ERROR_DRAINING\x10\x06\x12\x1a\n\x16STREAM_ERROR_NUMERICAL\x10\x07\x12\x19\n\x15STREAM_ERROR_INTERNAL\x10\x08\x12\x1f\n\x1bSTREAM_ERROR_CONTEXT_LENGTH\x10\t*m\n\tEndReason\x12\x1a\n\x16\x45ND_REASON_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x45ND_REASON_STOP\x10\x01\x12\x15\n\x11\x45ND_REASON_LENGTH\x10\x02\x12\x18\n\x14\x45ND_REASON_CANCELLED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!pagemill/engine/v1/frontend.proto\x12\x12pagemill.engine.v1\x1a!pagemill/engine/v1/sampling.proto\"\xc7\x06\n\x10\x46rontendEnvelope\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\x0b\n\x03\x61\x63k\x18\x04 \x01(\x04\x12\x32\n\x05hello\x18\n \x01(\x0b\x32!.pagemill.engine.v1.FrontendHelloH\x00\x12\x32\n\x05start\x18\x0b \x01(\x0b\x32!.pagemill.engine.v1.FrontendStartH\x00\x12\x34\n\x06reject\x18\x0c \x01(\x0b\x32\".pagemill.engine.v1.FrontendRejectH\x00\x12,\n\x06submit\x18\r \x01(\x0b\x32\x1a.pagemill.engine.v1.SubmitH\x00\x12\x33\n\x06\x63\x61ncel\x18\x0e \x01(\x0b\x32!.pagemill.engine.v1.CancelStreamsH\x00\x12\x36\n\x08\x61\x63\x63\x65pted\x18\x0f \x01(\x0b\x32\".pagemill.engine.v1.StreamAcceptedH\x00\x12\x36\n\x08rejected\x18\x10 \x01(\x0b\x32\".pagemill.engine.v1.StreamRejectedH\x00\x12\x30\n\x06tokens\x18\x11 \x01(\x0b\x32\x1e.pagemill.engine.v1.TokenBatchH\x00\x12\x30\n\x05\x65nded\x18\x12 \x01(\x0b\x32\x1f.pagemill.engine.v1.StreamEndedH\x00\x12\x35\n\x06status\x18\x13 \x01(\x0b\x32#.pagemill.engine.v1.SchedulerStatusH\x00\x12:\n\theartbeat\x18\x14 \x01(\x0b\x32%.pagemill.engine.v1.FrontendHeartbeatH\x00\x12\x36\n\x07goodbye\x18\x15 \x01(\x0b\x32#.pagemill.engine.v1.FrontendGoodbyeH\x00\x12\x39\n\radmin_request\x18\x16 \x01(\x0b\x32 .pagemill.engine.v1.AdminRequestH\x00\x12\x35\n\x0b\x61\x64min_reply\x18\x17 \x01(\x0b\x32\x1e.pagemill.engine.v1.AdminReplyH\x00\x42\x06\n\x04\x62ody\"\x9f\x01\n\rFrontendHello\x12\x14\n\x0cprotocol_min\x18\x01 \x01(\r\x12\x14\n\x0cprotocol_max\x18\x02 \x01(\r\x12\x13\n\x0bschema_hash\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12\x0c\n\x04host\x18\x06 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x07 \x01(\t\"o\n\rFrontendStart\x12\x17\n\x0f\x63hosen_protocol\x18\x01 \x01(\r\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\x12\x33\n\x06status\x18\x03 \x01(\x0b\x32#.pagemill.engine.v1.SchedulerStatus\" \n\x0e\x46rontendReject\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xd2\x02\n\x06Submit\x12\x0e\n\x06stream\x18\x01 \x01(\x05\x12\x19\n\x11\x63lient_request_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x12\n\nprompt_ids\x18\x05 \x01(\x0c\x12\x13\n\x0b\x65mitted_ids\x18\x06 \x01(\x0c\x12.\n\x08sampling\x18\x07 \x01(\x0b\x32\x1c.pagemill.engine.v1.Sampling\x12\x14\n\x0c\x63hoice_index\x18\x08 \x01(\r\x12\x12\n\nmax_tokens\x18\t \x01(\r\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\n \x01(\rH\x00\x88\x01\x01\x12\x19\n\x0cmax_queue_ms\x18\x0b \x01(\rH\x01\x88\x01\x01\x12\x12\n\ncache_salt\x18\x0c \x01(\x0c\x12\x0e\n\x06\x61ge_ms\x18\r \x01(\rB\x0e\n\x0c_deadline_msB\x0f\n\r_max_queue_ms\" \n\rCancelStreams\x12\x0f\n\x07streams\x18\x01 \x01(\x0c\" \n\x0eStreamAccepted\x12\x0e\n\x06stream\x18\x01 \x01(\x05\"\x91\x01\n\x0eStreamRejected\x12\x0e\n\x06stream\x18\x01 \x01(\x05\x12.\n\x05\x65rror\x18\x02 \x01(\x0e\x32\x1f.pagemill.engine.v1.StreamError\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x1b\n\x0eretry_after_ms\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x11\n\x0f_retry_after_ms\"U\n\nTokenBatch\x12\x0f\n\x07streams\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x02 \x01(\x0c\x12\x13\n\x0b\x66irst_index\x18\x03 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\"\xca\x02\n\x0bStreamEnded\x12\x0e\n\x06stream\x18\x01 \x01(\x05\x12-\n\x06reason\x18\x02 \x01(\x0e\x32\x1d.pagemill.engine.v1.EndReason\x12.\n\x05\x65rror\x18\x03 \x01(\x0e\x32\x1f.pagemill.engine.v1.StreamError\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x19\n\x11num_output_tokens\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x10\n\x08queue_ms\x18\x07 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x08 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\t \x01(\r\x12\x15\n\rswapped_bytes\x18\n \x01(\x04\x12\x1b\n\x0eretry_after_ms\x18\x0b \x01(\rH\x00\x88\x01\x01\x42\x11\n\x0f_retry_after_ms\"\xdf\x01\n\x0fSchedulerStatus\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\t\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x1a\n\x12kv_capacity_tokens\x18\x05 \x01(\x04\x12\x16\n\x0equeue_requests\x18\x06 \x01(\r\x12\x14\n\x0cqueue_tokens\x18\x07 \x01(\x04\x12\x18\n\x10running_requests\x18\x08 \x01(\r\x12\x15\n\rnum_executors\x18\t \x01(\r\"(\n\x11\x46rontendHeartbeat\x12\x13\n\x0bnum_streams\x18\x01 \x01(\r\"!\n\x0f\x46rontendGoodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"Q\n\x0c\x41\x64minRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x35\n\toperation\x18\x02 \x01(\x0e\x32\".pagemill.engine.v1.AdminOperation\"\xa0\x01\n\nAdminReply\x12\n\n\x02id\x18\x01 \x01(\x04\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x12\n\nviolations\x18\x03 \x03(\t\x12\x16\n\x0enum_violations\x18\x04 \x01(\r\x12\x1a\n\x12num_flushed_blocks\x18\x05 \x01(\x04\x12/\n\x04load\x18\x06 \x01(\x0b\x32!.pagemill.engine.v1.SchedulerLoad\"\xa0\x01\n\rSchedulerLoad\x12\x16\n\x0equeue_requests\x18\x01 \x01(\r\x12\x14\n\x0cqueue_tokens\x18\x02 \x01(\x04\x12\x18\n\x10running_requests\x18\x03 \x01(\r\x12\x18\n\x10swapped_requests\x18\x04 \x01(\r\x12-\n\x05tiers\x18\x05 \x03(\x0b\x32\x1e.pagemill.engine.v1.TierBlocks\"z\n\nTierBlocks\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\r\n\x05total\x18\x02 \x01(\r\x12\x0c\n\x04\x66ree\x18\x03 \x01(\r\x12\x0c\n\x04used\x18\x04 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x05 \x01(\r\x12\x11\n\tin_flight\x18\x06 \x01(\r\x12\x10\n\x08reserved\x18\x07 \x01(\r*\xda\x02\n\x0bStreamError\x12\x1c\n\x18STREAM_ERROR_UNSPECIFIED\x10\x00\x12+\n\'STREAM_ERROR_PROMPT_EXCEEDS_KV_CAPACITY\x10\x01\x12\x1b\n\x17STREAM_ERROR_QUEUE_FULL\x10\x02\x12\x1e\n\x1aSTREAM_ERROR_QUEUE_TIMEOUT\x10\x03\x12\x19\n\x15STREAM_ERROR_DEADLINE\x10\x04\x12\x1c\n\x18STREAM_ERROR_NO_EXECUTOR\x10\x05\x12\x19\n\x15STREAM_ERROR_DRAINING\x10\x06\x12\x1a\n\x16STREAM_ERROR_NUMERICAL\x10\x07\x12\x19\n\x15STREAM_ERROR_INTERNAL\x10\x08\x12\x1f\n\x1bSTREAM_ERROR_CONTEXT_LENGTH\x10\t\x12\x17\n\x13STREAM_ERROR_POISON\x10\n*m\n\tEndReason\x12\x1a\n\x16\x45ND_REASON_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x45ND_REASON_STOP\x10\x01\x12\x15\n\x11\x45ND_REASON_LENGTH\x10\x02\x12\x18\n\x14\x45ND_REASON_CANCELLED\x10\x03*\x9d\x01\n\x0e\x41\x64minOperation\x12\x1f\n\x1b\x41\x44MIN_OPERATION_UNSPECIFIED\x10\x00\x12$\n ADMIN_OPERATION_CHECK_INVARIANTS\x10\x01\x12&\n\"ADMIN_OPERATION_FLUSH_PREFIX_CACHE\x10\x02\x12\x1c\n\x18\x41\x44MIN_OPERATION_GET_LOAD\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagemill.engine.v1.frontend_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STREAMERROR']._serialized_start=2410
-  _globals['_STREAMERROR']._serialized_end=2731
-  _globals['_ENDREASON']._serialized_start=2733
-  _globals['_ENDREASON']._serialized_end=2842
+  _globals['_STREAMERROR']._serialized_start=3057
+  _globals['_STREAMERROR']._serialized_end=3403
+  _globals['_ENDREASON']._serialized_start=3405
+  _globals['_ENDREASON']._serialized_end=3514
+  _globals['_ADMINOPERATION']._serialized_start=3517
+  _globals['_ADMINOPERATION']._serialized_end=3674
   _globals['_FRONTENDENVELOPE']._serialized_start=93
-  _globals['_FRONTENDENVELOPE']._serialized_end=818
-  _globals['_FRONTENDHELLO']._serialized_start=821
-  _globals['_FRONTENDHELLO']._serialized_end=980
-  _globals['_FRONTENDSTART']._serialized_start=982
-  _globals['_FRONTENDSTART']._serialized_end=1093
-  _globals['_FRONTENDREJECT']._serialized_start=1095
-  _globals['_FRONTENDREJECT']._serialized_end=1127
-  _globals['_SUBMIT']._serialized_start=1130
-  _globals['_SUBMIT']._serialized_end=1468
-  _globals['_CANCELSTREAMS']._serialized_start=1470
-  _globals['_CANCELSTREAMS']._serialized_end=1502
-  _globals['_STREAMACCEPTED']._serialized_start=1504
-  _globals['_STREAMACCEPTED']._serialized_end=1536
-  _globals['_STREAMREJECTED']._serialized_start=1539
-  _globals['_STREAMREJECTED']._serialized_end=1684
-  _globals['_TOKENBATCH']._serialized_start=1686
-  _globals['_TOKENBATCH']._serialized_end=1771
-  _globals['_STREAMENDED']._serialized_start=1774
-  _globals['_STREAMENDED']._serialized_end=2104
-  _globals['_SCHEDULERSTATUS']._serialized_start=2107
-  _globals['_SCHEDULERSTATUS']._serialized_end=2330
-  _globals['_FRONTENDHEARTBEAT']._serialized_start=2332
-  _globals['_FRONTENDHEARTBEAT']._serialized_end=2372
-  _globals['_FRONTENDGOODBYE']._serialized_start=2374
-  _globals['_FRONTENDGOODBYE']._serialized_end=2407
+  _globals['_FRONTENDENVELOPE']._serialized_end=932
+  _globals['_FRONTENDHELLO']._serialized_start=935
+  _globals['_FRONTENDHELLO']._serialized_end=1094
+  _globals['_FRONTENDSTART']._serialized_start=1096
+  _globals['_FRONTENDSTART']._serialized_end=1207
+  _globals['_FRONTENDREJECT']._serialized_start=1209
+  _globals['_FRONTENDREJECT']._serialized_end=1241
+  _globals['_SUBMIT']._serialized_start=1244
+  _globals['_SUBMIT']._serialized_end=1582
+  _globals['_CANCELSTREAMS']._serialized_start=1584
+  _globals['_CANCELSTREAMS']._serialized_end=1616
+  _globals['_STREAMACCEPTED']._serialized_start=1618
+  _globals['_STREAMACCEPTED']._serialized_end=1650
+  _globals['_STREAMREJECTED']._serialized_start=1653
+  _globals['_STREAMREJECTED']._serialized_end=1798
+  _globals['_TOKENBATCH']._serialized_start=1800
+  _globals['_TOKENBATCH']._serialized_end=1885
+  _globals['_STREAMENDED']._serialized_start=1888
+  _globals['_STREAMENDED']._serialized_end=2218
+  _globals['_SCHEDULERSTATUS']._serialized_start=2221
+  _globals['_SCHEDULERSTATUS']._serialized_end=2444
+  _globals['_FRONTENDHEARTBEAT']._serialized_start=2446
+  _globals['_FRONTENDHEARTBEAT']._serialized_end=2486
+  _globals['_FRONTENDGOODBYE']._serialized_start=2488
+  _globals['_FRONTENDGOODBYE']._serialized_end=2521
+  _globals['_ADMINREQUEST']._serialized_start=2523
+  _globals['_ADMINREQUEST']._serialized_end=2604
+  _globals['_ADMINREPLY']._serialized_start=2607
+  _globals['_ADMINREPLY']._serialized_end=2767
+  _globals['_SCHEDULERLOAD']._serialized_start=2770
+  _globals['_SCHEDULERLOAD']._serialized_end=2930
+  _globals['_TIERBLOCKS']._serialized_start=2932
+  _globals['_TIERBLOCKS']._serialized_end=3054
 # @@protoc_insertion_point(module_scope)

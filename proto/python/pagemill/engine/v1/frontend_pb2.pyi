@@ -1,8 +1,9 @@
 from pagemill.engine.v1 import sampling_pb2 as _sampling_pb2
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -19,6 +20,7 @@ class StreamError(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     STREAM_ERROR_NUMERICAL: _ClassVar[StreamError]
     STREAM_ERROR_INTERNAL: _ClassVar[StreamError]
     STREAM_ERROR_CONTEXT_LENGTH: _ClassVar[StreamError]
+    STREAM_ERROR_POISON: _ClassVar[StreamError]
 
 class EndReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -26,6 +28,13 @@ class EndReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     END_REASON_STOP: _ClassVar[EndReason]
     END_REASON_LENGTH: _ClassVar[EndReason]
     END_REASON_CANCELLED: _ClassVar[EndReason]
+
+class AdminOperation(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ADMIN_OPERATION_UNSPECIFIED: _ClassVar[AdminOperation]
+    ADMIN_OPERATION_CHECK_INVARIANTS: _ClassVar[AdminOperation]
+    ADMIN_OPERATION_FLUSH_PREFIX_CACHE: _ClassVar[AdminOperation]
+    ADMIN_OPERATION_GET_LOAD: _ClassVar[AdminOperation]
 STREAM_ERROR_UNSPECIFIED: StreamError
 STREAM_ERROR_PROMPT_EXCEEDS_KV_CAPACITY: StreamError
 STREAM_ERROR_QUEUE_FULL: StreamError
@@ -36,13 +45,18 @@ STREAM_ERROR_DRAINING: StreamError
 STREAM_ERROR_NUMERICAL: StreamError
 STREAM_ERROR_INTERNAL: StreamError
 STREAM_ERROR_CONTEXT_LENGTH: StreamError
+STREAM_ERROR_POISON: StreamError
 END_REASON_UNSPECIFIED: EndReason
 END_REASON_STOP: EndReason
 END_REASON_LENGTH: EndReason
 END_REASON_CANCELLED: EndReason
+ADMIN_OPERATION_UNSPECIFIED: AdminOperation
+ADMIN_OPERATION_CHECK_INVARIANTS: AdminOperation
+ADMIN_OPERATION_FLUSH_PREFIX_CACHE: AdminOperation
+ADMIN_OPERATION_GET_LOAD: AdminOperation
 
 class FrontendEnvelope(_message.Message):
-    __slots__ = ("protocol", "epoch", "seq", "ack", "hello", "start", "reject", "submit", "cancel", "accepted", "rejected", "tokens", "ended", "status", "heartbeat", "goodbye")
+    __slots__ = ("protocol", "epoch", "seq", "ack", "hello", "start", "reject", "submit", "cancel", "accepted", "rejected", "tokens", "ended", "status", "heartbeat", "goodbye", "admin_request", "admin_reply")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +73,8 @@ class FrontendEnvelope(_message.Message):
     STATUS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    ADMIN_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    ADMIN_REPLY_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     epoch: int
     seq: int
@@ -75,7 +91,9 @@ class FrontendEnvelope(_message.Message):
     status: SchedulerStatus
     heartbeat: FrontendHeartbeat
     goodbye: FrontendGoodbye
-    def __init__(self, protocol: _Optional[int] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., ack: _Optional[int] = ..., hello: _Optional[_Union[FrontendHello, _Mapping]] = ..., start: _Optional[_Union[FrontendStart, _Mapping]] = ..., reject: _Optional[_Union[FrontendReject, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[CancelStreams, _Mapping]] = ..., accepted: _Optional[_Union[StreamAccepted, _Mapping]] = ..., rejected: _Optional[_Union[StreamRejected, _Mapping]] = ..., tokens: _Optional[_Union[TokenBatch, _Mapping]] = ..., ended: _Optional[_Union[StreamEnded, _Mapping]] = ..., status: _Optional[_Union[SchedulerStatus, _Mapping]] = ..., heartbeat: _Optional[_Union[FrontendHeartbeat, _Mapping]] = ..., goodbye: _Optional[_Union[FrontendGoodbye, _Mapping]] = ...) -> None: ...
+    admin_request: AdminRequest
+    admin_reply: AdminReply
+    def __init__(self, protocol: _Optional[int] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., ack: _Optional[int] = ..., hello: _Optional[_Union[FrontendHello, _Mapping]] = ..., start: _Optional[_Union[FrontendStart, _Mapping]] = ..., reject: _Optional[_Union[FrontendReject, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[CancelStreams, _Mapping]] = ..., accepted: _Optional[_Union[StreamAccepted, _Mapping]] = ..., rejected: _Optional[_Union[StreamRejected, _Mapping]] = ..., tokens: _Optional[_Union[TokenBatch, _Mapping]] = ..., ended: _Optional[_Union[StreamEnded, _Mapping]] = ..., status: _Optional[_Union[SchedulerStatus, _Mapping]] = ..., heartbeat: _Optional[_Union[FrontendHeartbeat, _Mapping]] = ..., goodbye: _Optional[_Union[FrontendGoodbye, _Mapping]] = ..., admin_request: _Optional[_Union[AdminRequest, _Mapping]] = ..., admin_reply: _Optional[_Union[AdminReply, _Mapping]] = ...) -> None: ...
 
 class FrontendHello(_message.Message):
     __slots__ = ("protocol_min", "protocol_max", "schema_hash", "version", "incarnation", "host", "model_fingerprint")
@@ -236,3 +254,59 @@ class FrontendGoodbye(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class AdminRequest(_message.Message):
+    __slots__ = ("id", "operation")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    OPERATION_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    operation: AdminOperation
+    def __init__(self, id: _Optional[int] = ..., operation: _Optional[_Union[AdminOperation, str]] = ...) -> None: ...
+
+class AdminReply(_message.Message):
+    __slots__ = ("id", "error", "violations", "num_violations", "num_flushed_blocks", "load")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    VIOLATIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_VIOLATIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FLUSHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    error: str
+    violations: _containers.RepeatedScalarFieldContainer[str]
+    num_violations: int
+    num_flushed_blocks: int
+    load: SchedulerLoad
+    def __init__(self, id: _Optional[int] = ..., error: _Optional[str] = ..., violations: _Optional[_Iterable[str]] = ..., num_violations: _Optional[int] = ..., num_flushed_blocks: _Optional[int] = ..., load: _Optional[_Union[SchedulerLoad, _Mapping]] = ...) -> None: ...
+
+class SchedulerLoad(_message.Message):
+    __slots__ = ("queue_requests", "queue_tokens", "running_requests", "swapped_requests", "tiers")
+    QUEUE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    SWAPPED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    queue_requests: int
+    queue_tokens: int
+    running_requests: int
+    swapped_requests: int
+    tiers: _containers.RepeatedCompositeFieldContainer[TierBlocks]
+    def __init__(self, queue_requests: _Optional[int] = ..., queue_tokens: _Optional[int] = ..., running_requests: _Optional[int] = ..., swapped_requests: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierBlocks, _Mapping]]] = ...) -> None: ...
+
+class TierBlocks(_message.Message):
+    __slots__ = ("tier", "total", "free", "used", "cached", "in_flight", "reserved")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    USED_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    total: int
+    free: int
+    used: int
+    cached: int
+    in_flight: int
+    reserved: int
+    def __init__(self, tier: _Optional[str] = ..., total: _Optional[int] = ..., free: _Optional[int] = ..., used: _Optional[int] = ..., cached: _Optional[int] = ..., in_flight: _Optional[int] = ..., reserved: _Optional[int] = ...) -> None: ...
