@@ -21,6 +21,10 @@ class BlockTable:
         """Positions that have a slot."""
         return len(self.block_ids) * self.block_size
 
+    def num_blocks(self, num_positions: int) -> int:
+        """Blocks that the first `num_positions` positions lie in."""
+        return blocks_for(num_positions, self.block_size)
+
     def num_missing(self, num_positions: int) -> int:
         """Blocks to add so that the first `num_positions` positions have slots."""
         return max(0, blocks_for(num_positions, self.block_size) - len(self.block_ids))

@@ -5,37 +5,66 @@ those who run can grow. When the next one in order does not fit now, up to `max_
 after that many it goes in front of its priority and admission waits for it. Nobody passes a sequence in front:
 preempted ones are there, and letting others take the room that a preemption made would preempt again.
 
+A sequence whose next block another one is computing right now is set aside until it is there. One in front is not: it
+would hold up everybody else.
+
+Beyond the watermark, admission leaves what the running sequences are expected to grow by (`reserve`): a short request
+finds its place between long ones, and those rarely have to make room for what was admitted after them.
+
 A sequence of strictly higher priority than some that run need not wait for them: they make room if that suffices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+from scheduler_svc.core.accounting import count_start
+from scheduler_svc.core.growth import Preempt
 from scheduler_svc.core.params import SchedulerConfig
 from scheduler_svc.core.plan import StepPlan
-from scheduler_svc.core.preemption import is_finishing, is_immune
+from scheduler_svc.core.preemption import Reason, is_finishing, is_immune
 from scheduler_svc.core.queues import WaitingQueue
-from scheduler_svc.core.running import RunningSet
+from scheduler_svc.core.reserve import OutputLengths, peak_blocks
+from scheduler_svc.core.running import Need, RunningSet
 from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.stats import Counters
+from scheduler_svc.core.suspects import Suspects
+
+MAX_WAITING_FOR_PREFIX = 64
+"""Sequences set aside in one plan because another is computing their prefix; looking at more would cost the step."""
 
 
 class Admission:
     """Moves sequences from the waiting queue to one running set, for one plan."""
 
-    __slots__ = ("_max_skip_ahead", "_preempt", "_running", "_waiting")
+    __slots__ = (
+        "_counters",
+        "_growth_reserve",
+        "_lengths",
+        "_max_skip_ahead",
+        "_preempt",
+        "_running",
+        "_suspects",
+        "_waiting",
+    )
 
     def __init__(
         self,
         config: SchedulerConfig,
         waiting: WaitingQueue,
         running: RunningSet,
-        preempt: Callable[[Sequence], None],
+        *,
+        lengths: OutputLengths,
+        counters: Counters,
+        preempt: Preempt,
+        suspects: Suspects,
     ) -> None:
         self._max_skip_ahead = config.max_skip_ahead
+        self._growth_reserve = config.growth_reserve
         self._waiting = waiting
         self._running = running
+        self._lengths = lengths
+        self._counters = counters
         self._preempt = preempt
+        self._suspects = suspects
 
     def make_room(self, now: float) -> None:
         """Preempts sequences of lower priority for those that can then start, now or once fences pass.
@@ -45,45 +74,63 @@ class Admission:
         """
         waiting, running = self._waiting, self._running
         num_seats = running.limits.max_seqs - running.num_running
-        num_blocks = running.pool.num_allocatable + running.pool.num_in_flight - running.limits.watermark_blocks
+        num_blocks = running.pool.num_allocatable + running.num_leaving - running.limits.watermark_blocks
         considered: list[Sequence] = []
         while self._next_outranks():
             seq = waiting.pop(now)
             assert seq is not None
             considered.append(seq)
-            needed = sum(running.blocks_to_start(seq))
+            need = running.need(seq)
+            needed = need.num_taken + need.num_reserved
             victims = self._victims(seq.priority, num_seats, needed - num_blocks)
             if victims is None:
                 break
             num_seats += len(victims) - 1
-            num_blocks += sum(map(_num_held, victims)) - needed
             seq.in_front = seq.in_front or bool(victims)
             for victim in victims:
-                self._preempt(victim)
+                num_missing = max(0, needed - num_blocks)
+                num_blocks += _num_held(running, victim)
+                self._preempt(victim, num_missing, Reason.PRIORITY)
+            num_blocks -= needed
         for seq in reversed(considered):
             waiting.put_back(seq)
 
     def admit(self, plan: StepPlan, num_tokens: int, now: float) -> None:
         """Starts sequences whose first chunks fit into `num_tokens`, writing their admissions into the plan."""
         waiting, running = self._waiting, self._running
+        popped: list[Sequence] = []
         passed: list[Sequence] = []
+        num_waiting_for_prefix = 0
         while num_tokens > 0 and self._has_room():
             seq = waiting.pop(now)
             if seq is None:
                 break
-            if not self._fits(seq):
+            if self._suspects.must_wait(seq):  # it is in front, and yet holds up nobody
+                popped.append(seq)
+                continue
+            need = running.need(seq)
+            if need.should_wait and not seq.in_front:
+                popped.append(seq)
+                num_waiting_for_prefix += 1
+                if num_waiting_for_prefix >= MAX_WAITING_FOR_PREFIX:
+                    break
+                continue
+            if not self._fits(seq, need):
+                popped.append(seq)
                 passed.append(seq)
                 if seq.in_front or max(seq.num_skipped, len(passed) - 1) >= self._max_skip_ahead:
                     break
                 continue
-            plan.admit.append(running.start(seq, plan.step_id, now))
+            count_start(self._counters, seq, need, running.limits.costs, running.limits.block_size)
+            plan.admit.append(running.start(seq, need, plan.step_id, now))
             waiting.admitted(seq)
-            num_tokens -= min(seq.prefill_len, running.limits.max_chunk)
+            if not need.host_ids:
+                num_tokens -= min(seq.prefill_len - need.num_cached, running.limits.max_chunk)
             for other in passed:
                 other.num_skipped += 1
             if any(other.num_skipped >= self._max_skip_ahead for other in passed):
                 break
-        for seq in reversed(passed):
+        for seq in reversed(popped):
             seq.in_front = seq.in_front or seq.num_skipped >= self._max_skip_ahead
             waiting.put_back(seq)
 
@@ -99,14 +146,39 @@ class Admission:
     def _watermark(self) -> int:
         return self._running.limits.watermark_blocks if self._running.num_running else 0
 
-    def _fits(self, seq: Sequence) -> bool:
+    def _fits(self, seq: Sequence, need: Need) -> bool:
         running = self._running
         return (
             running.is_settled(seq)
+            and (seq.stash is None or seq.stash.transfer.is_done)
             and running.num_running < running.limits.max_seqs
             and running.lanes.num_free > 0
-            and sum(running.blocks_to_start(seq)) + self._watermark() <= running.pool.num_allocatable
+            and need.num_taken + need.num_reserved + self._watermark() <= running.pool.num_allocatable
+            and self._leaves_growth(seq, need)
         )
+
+    def _leaves_growth(self, seq: Sequence, need: Need) -> bool:
+        """Whether those that run, and this one, can be expected to get all their blocks.
+
+        With nothing running there is nobody to leave anything to, below half of the pool there is no hurry, and those
+        of lower priority make room when it comes to that.
+        """
+        running = self._running
+        pool, limits = running.pool, running.limits
+        num_used = pool.num_used + need.num_taken
+        if not self._growth_reserve or not running.num_running or 2 * num_used <= pool.num_blocks:
+            return True
+        peers = [other for other in running if other.priority >= seq.priority]
+        alone = [(self._growth(other, _num_slots(other)), _num_held(running, other)) for other in peers]
+        alone.append((self._growth(seq, need.num_blocks * limits.block_size), need.num_taken))
+        num_shared = len({block_id for other in peers for block_id in _shared(running, other)})
+        peak = num_shared + peak_blocks(alone, limits.block_size)
+        return peak <= pool.num_blocks
+
+    def _growth(self, seq: Sequence, num_slots: int) -> float:
+        """Positions that the sequence is expected to need beyond those slots; its last token needs none."""
+        remaining = self._lengths.remaining(seq.num_output_tokens, seq.token_limit - seq.prompt_len)
+        return max(0.0, len(seq.token_ids) + remaining - 1 - num_slots) * self._growth_reserve
 
     def _next_outranks(self) -> bool:
         """Whether the next one to start has a higher priority than some that run."""
@@ -121,14 +193,27 @@ class Admission:
         candidates = [s for s in self._running if s.priority < below and not is_immune(s) and not is_finishing(s)]
         for victim in sorted(candidates, key=_weakness):
             victims.append(victim)
-            num_missing -= _num_held(victim)
+            num_missing -= _num_held(self._running, victim)
             if num_missing <= 0:
                 return victims
         return None
 
 
-def _num_held(seq: Sequence) -> int:
-    return seq.num_reserved + (0 if seq.table is None else len(seq.table.block_ids))
+def _num_held(running: RunningSet, seq: Sequence) -> int:
+    """Blocks that come back when the sequence goes: those that nobody else uses, and what it has reserved."""
+    assert seq.table is not None
+    num_refs = running.pool.num_refs
+    return seq.num_reserved + sum(1 for block_id in seq.table.block_ids if num_refs(block_id) == 1)
+
+
+def _num_slots(seq: Sequence) -> int:
+    return 0 if seq.table is None else seq.table.num_slots
+
+
+def _shared(running: RunningSet, seq: Sequence) -> list[int]:
+    assert seq.table is not None
+    num_refs = running.pool.num_refs
+    return [block_id for block_id in seq.table.block_ids if num_refs(block_id) > 1]
 
 
 def _weakness(seq: Sequence) -> tuple[int, float, int, int]:

@@ -14,7 +14,17 @@ class BatchBuilder:
     `max_seqs` is at most the budget and at most the rows an executor takes, so decode rows always fit.
     """
 
-    __slots__ = ("_chunked", "_counts", "_plan", "_running", "_silent", "num_prefill_tokens", "num_tokens_left", "rows")
+    __slots__ = (
+        "_chunk_ends",
+        "_chunked",
+        "_counts",
+        "_plan",
+        "_running",
+        "_silent",
+        "num_prefill_tokens",
+        "num_tokens_left",
+        "rows",
+    )
 
     def __init__(self, running: RunningSet, plan: StepPlan) -> None:
         self._running = running
@@ -24,6 +34,7 @@ class BatchBuilder:
         """Tokens of the rows behind the decode rows."""
         self._silent: set[int] = set()
         self._chunked: set[SeqId] = set()
+        self._chunk_ends: list[tuple[Sequence, int]] = []
         self.num_tokens_left = running.limits.max_tokens
         self.num_prefill_tokens = 0
 
@@ -41,17 +52,19 @@ class BatchBuilder:
 
         Each gets one chunk per plan, whoever asks twice.
         """
-        max_chunk = self._running.limits.max_chunk
+        max_chunk, step_id = self._running.limits.max_chunk, self._plan.step_id
         for seq in self._running.prefilling:
             if not self.num_tokens_left or (at_least is not None and seq.priority < at_least):
                 break
-            if seq.seq_id in self._chunked:
+            if seq.seq_id in self._chunked or seq.first_row_step_id > step_id:
                 continue
             self._chunked.add(seq.seq_id)
             count = min(self.num_tokens_left, max_chunk, seq.prefill_len - seq.num_planned)
             seq.num_planned += count
             seq.num_prefilled += count
-            seq.last_step_id = self._plan.step_id
+            seq.last_step_id = step_id
+            self._chunk_ends.append((seq, seq.num_planned))
+            self._running.memory.prefix.expect(seq, seq.num_planned + max_chunk)
             if seq.num_planned < seq.prefill_len:
                 self._silent.add(len(self.rows))
             self.rows.append(seq)
@@ -72,4 +85,4 @@ class BatchBuilder:
             plan.row_lanes = lanes
             plan.row_num_tokens = None if is_all_single else [1] * num_decodes + self._counts
         running.last_row_lanes = lanes
-        return InFlight(plan.step_id, self.rows, frozenset(self._silent))
+        return InFlight(plan.step_id, self.rows, frozenset(self._silent), self._chunk_ends)

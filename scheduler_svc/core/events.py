@@ -18,6 +18,8 @@ class FinishReason(Enum):
     DEADLINE = "deadline"
     NUMERICAL = "numerical"
     INTERNAL = "internal"
+    POISON = "poison"
+    """Executors died while they ran it; see `suspects`."""
     NO_FIT = "no_fit"
     """A new executor turned out too small for a sequence that was queued before it came."""
 
@@ -28,6 +30,7 @@ class RefusalReason(Enum):
     PROMPT_EXCEEDS_KV_CAPACITY = "prompt_exceeds_kv_capacity"
     CONTEXT_LENGTH = "context_length"
     QUEUE_FULL = "queue_full"
+    POISON = "poison"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from scheduler_svc.core.plan import StepPlan
-from scheduler_svc.core.preemption import choose_victim, is_finishing
+from scheduler_svc.core.preemption import Reason, choose_victim, is_finishing
 from scheduler_svc.core.running import RunningSet
 from scheduler_svc.core.sequence import Sequence, SequenceState
 
+Preempt = Callable[[Sequence, int, Reason], None]
+"""Makes a sequence give up its blocks, of which so many are needed, for a reason."""
 
-def grow_tables(running: RunningSet, plan: StepPlan, preempt: Callable[[Sequence], None]) -> bool:
+
+def grow_tables(running: RunningSet, plan: StepPlan, preempt: Preempt) -> bool:
     """Grows block tables; False when some sequence sits this step out or has been preempted.
 
     Blocks go to the highest priority and then to the oldest. One that gets none waits without a row if blocks in
@@ -41,18 +44,19 @@ def drop_appends(plan: StepPlan, running: RunningSet) -> None:
 
 
 def _grow_or_make_room(
-    running: RunningSet, plan: StepPlan, seq: Sequence, stalled: list[Sequence], preempt: Callable[[Sequence], None]
+    running: RunningSet, plan: StepPlan, seq: Sequence, stalled: list[Sequence], preempt: Preempt
 ) -> bool:
     """Whether the sequence has grown and nobody was preempted for it."""
     was_easy = True
     while not running.grow(seq, plan):
         was_easy = False
-        if _num_coming(running) >= sum(map(_num_missing, [*stalled, seq])):
+        num_needed = sum(map(_num_missing, [*stalled, seq])) - _num_coming(running)
+        if num_needed <= 0:
             stalled.append(seq)
             break
         victim = choose_victim(running, seq.priority + 1, running.last_victim)
         assert victim is not None, "the sequence itself is a candidate"
-        preempt(victim)
+        preempt(victim, num_needed, Reason.MEMORY)
         if victim is seq:
             break
     return was_easy
@@ -61,7 +65,7 @@ def _grow_or_make_room(
 def _num_coming(running: RunningSet) -> int:
     """Blocks that will be free once the plans in flight are done, without losing anything."""
     finishing = (s.table for s in running.decoding if s.state is SequenceState.RUNNING and is_finishing(s))
-    return running.pool.num_in_flight + sum(len(table.block_ids) for table in finishing if table is not None)
+    return running.num_leaving + sum(len(table.block_ids) for table in finishing if table is not None)
 
 
 def _num_missing(seq: Sequence) -> int:

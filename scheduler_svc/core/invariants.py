@@ -20,9 +20,12 @@ def check(
     by_state = Counter(seq.state for seq in sequences.values())
     if by_state[SequenceState.FINISHED]:
         problems.append(f"{by_state[SequenceState.FINISHED]} finished sequences are still known")
-    if by_state[SequenceState.WAITING] != len(waiting):
-        problems.append(f"{by_state[SequenceState.WAITING]} sequences wait, {len(waiting)} are queued")
-    queued = [seq for seq in sequences.values() if seq.state is SequenceState.WAITING]
+    queued = [seq for seq in sequences.values() if seq.state in (SequenceState.WAITING, SequenceState.SWAPPED)]
+    if len(queued) != len(waiting):
+        problems.append(f"{len(queued)} sequences wait, {len(waiting)} are queued")
+    if by_state[SequenceState.SWAPPED] != waiting.num_swapped:
+        problems.append(f"{by_state[SequenceState.SWAPPED]} sequences are swapped, {waiting.num_swapped} are counted")
+    problems.extend(f"sequence {s.seq_id}: {s.state.name} and {s.stash = }" for s in queued if _is_stash_odd(s))
     if sum(seq.service for seq in queued) != waiting.num_tokens:
         problems.append(f"{waiting.num_tokens} tokens are counted as waiting")
     problems.extend(f"waiting sequence {s.seq_id} holds something" for s in queued if _holds_something(s))
@@ -30,7 +33,8 @@ def check(
     if by_state[SequenceState.RUNNING] != num_running:
         problems.append(f"{by_state[SequenceState.RUNNING]} sequences run, {num_running} are counted")
     if running is not None:
-        problems.extend(_check_running(running, pipeline_depth))
+        stashes = [seq.stash.host_ids for seq in queued if seq.stash is not None]
+        problems.extend(_check_running(running, pipeline_depth, stashes))
     return problems
 
 
@@ -38,7 +42,11 @@ def _holds_something(seq: Sequence) -> bool:
     return seq.lane != NO_LANE or seq.table is not None or bool(seq.num_reserved)
 
 
-def _check_running(running: RunningSet, pipeline_depth: int) -> list[str]:
+def _is_stash_odd(seq: Sequence) -> bool:
+    return (seq.stash is not None) != (seq.state is SequenceState.SWAPPED)
+
+
+def _check_running(running: RunningSet, pipeline_depth: int, stashes: list[list[int]]) -> list[str]:
     listed = list(running)
     problems = [problem for seq in listed for problem in _check_sequence(seq)]
     if len(listed) != running.num_running or len({seq.seq_id for seq in listed}) != len(listed):
@@ -47,8 +55,17 @@ def _check_running(running: RunningSet, pipeline_depth: int) -> list[str]:
         problems.append(f"{running.num_running} sequences run, the limit is {running.limits.max_seqs}")
     if len(running.inflight) > pipeline_depth:
         problems.append(f"{len(running.inflight)} plans are in flight, the limit is {pipeline_depth}")
+    memory = running.memory
     tables = [seq.table.block_ids for seq in listed if seq.table is not None]
-    problems.extend(check_pool(running.pool, tables, running.fences.held_blocks()))
+    problems.extend(check_pool(running.pool, [*tables, memory.copies.device_refs()], running.fences.held_blocks()))
+    if memory.host is not None:
+        of_host = check_pool(memory.host, [*stashes, memory.copies.host_refs()], ())
+        problems.extend(f"host tier: {problem}" for problem in of_host)
+    elif stashes:
+        problems.append(f"{len(stashes)} sequences are swapped without a host tier")
+    waited_for = {seq.seq_id for seq in memory.prefix.expected_by()}
+    if not waited_for <= {seq.seq_id for seq in listed}:
+        problems.append(f"others wait for the blocks of sequences that do not run: {sorted(waited_for)}")
     num_reserved = sum(seq.num_reserved for seq in listed)
     if num_reserved != running.pool.num_reserved:
         problems.append(f"{running.pool.num_reserved} blocks are reserved, {num_reserved} explained")

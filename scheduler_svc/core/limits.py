@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 
 from cache_svc.blocks.geometry import blocks_for
+from scheduler_svc.core.costs import BlockCosts, block_costs
 from scheduler_svc.core.events import Refusal, RefusalReason
-from scheduler_svc.core.params import ExecutorLimits, SchedulerConfig
+from scheduler_svc.core.params import ExecutorLimits, HostCache, PreemptionMode, SchedulerConfig
 
 _DEPTHS = range(1, 5)
 
@@ -28,11 +29,26 @@ class StepLimits:
     max_model_len: int
     watermark_blocks: int
     """Blocks that stay free at admission, unless nothing runs."""
+    num_host_blocks: int
+    costs: BlockCosts
+    prefix_cache: bool
+    host_cache: HostCache
+    preemption_mode: PreemptionMode
+    model_fingerprint: str
+    kv_dtype: str
 
     @property
     def token_limit(self) -> int:
         """Most tokens of one sequence: the context, and every token must have a slot in a pool of its own."""
         return min(self.max_model_len, self.num_blocks * self.block_size)
+
+    def num_blocks_in(self, share: float) -> int:
+        """Blocks that can be copied to the host tier in that share of the time that a full step of prompts takes.
+
+        0 where either rate is unknown.
+        """
+        step_s = self.max_tokens / self.block_size * self.costs.recompute_s
+        return int(share * step_s / self.costs.swap_out_s) if max(step_s, self.costs.swap_out_s) < inf else 0
 
 
 def check_config(config: SchedulerConfig) -> None:
@@ -44,6 +60,8 @@ def check_config(config: SchedulerConfig) -> None:
         raise ValueError(f"Got max_skip_ahead = {config.max_skip_ahead} but expected at least 0")
     if config.pipeline_depth not in _DEPTHS:
         raise ValueError(f"Got pipeline_depth = {config.pipeline_depth} but expected 1 to 4")
+    if not 0.0 <= config.growth_reserve <= 1.0:
+        raise ValueError(f"Got growth_reserve = {config.growth_reserve} but expected 0 to 1")
     if not 0.0 <= config.watermark < 1.0:
         raise ValueError(f"Got watermark = {config.watermark} but expected a share below 1")
 
@@ -53,6 +71,8 @@ def combine(config: SchedulerConfig, executor: ExecutorLimits) -> StepLimits:
     for name in ("block_size", "num_device_blocks", "max_rows", "max_tokens", "num_lanes", "max_model_len"):
         if getattr(executor, name) < 1:
             raise ValueError(f"Got {name} = {getattr(executor, name)} but expected at least 1")
+    if executor.num_host_blocks < 0:
+        raise ValueError(f"Got num_host_blocks = {executor.num_host_blocks} but expected at least 0")
     max_tokens = min(config.max_num_batched_tokens, executor.max_tokens)
     return StepLimits(
         block_size=executor.block_size,
@@ -63,6 +83,13 @@ def combine(config: SchedulerConfig, executor: ExecutorLimits) -> StepLimits:
         max_chunk=config.max_prefill_chunk,
         max_model_len=executor.max_model_len,
         watermark_blocks=ceil(config.watermark * executor.num_device_blocks),
+        num_host_blocks=executor.num_host_blocks,
+        costs=block_costs(executor),
+        prefix_cache=config.prefix_cache,
+        host_cache=config.host_cache,
+        preemption_mode=config.preemption_mode,
+        model_fingerprint=executor.model_fingerprint,
+        kv_dtype=executor.kv_dtype,
     )
 
 

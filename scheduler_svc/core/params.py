@@ -49,6 +49,8 @@ class SchedulerConfig:
     """How many sequences may be admitted past one that does not fit now, before admission waits for it."""
     watermark: float = 0.01
     """Share of the device blocks kept free at admission, so that running sequences can grow without preemption."""
+    growth_reserve: float = 1.0
+    """Share of what running sequences are expected to grow by that admission leaves to them; 0 for none."""
     pipeline_depth: int = 2
     """Most plans whose results are not in; 2 hides scheduling and the wire behind execution."""
     max_queue_requests: int = 10_000

@@ -6,7 +6,7 @@ length-aware    strict priority classes; within one the highest response ratio (
                 service is the number of tokens that must be computed first
 
 Under each of them, sequences that are `in_front` (preempted, or passed over too often) go before all others of their
-priority, oldest first.
+priority, in the order in which they came there: preempted first, resumed first.
 
 The response ratio prefers short prompts while everyone has waited little, and ages: a long prompt's ratio grows as
 long as it waits. (A constant number of seconds per token multiplies every ratio's distance from 1 alike, so the order
@@ -142,7 +142,7 @@ class ResponseRatio:
     def admitted(self, seq: Sequence) -> None:
         """Counts towards the oldest one's turn, which has come when it was the oldest itself."""
         others = [_head_age(bucket) for bucket in self._buckets if bucket]
-        if not others or _age(seq) <= min(others):
+        if not others or arrival_order(seq) <= min(others):
             self._admitted_since_turn = 0
         else:
             self._admitted_since_turn += 1
@@ -160,9 +160,9 @@ class ResponseRatio:
 
 
 class PriorityClasses:
-    """Strict classes, highest priority first; in each the ones in front by age, then the given order."""
+    """Strict classes, highest priority first; in each the ones in front, then the given order."""
 
-    __slots__ = ("_classes", "_make_order", "_num_waiting", "_ranks")
+    __slots__ = ("_classes", "_last_front_rank", "_make_order", "_num_waiting", "_ranks")
 
     def __init__(self, make_order: Callable[[], QueueOrder]) -> None:
         self._make_order = make_order
@@ -170,6 +170,7 @@ class PriorityClasses:
         self._ranks: list[int] = []
         """Negated priorities of the classes that are not empty, so that the highest comes first."""
         self._num_waiting = 0
+        self._last_front_rank = 0
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -182,6 +183,7 @@ class PriorityClasses:
 
     def push(self, seq: Sequence) -> None:
         """Joins its class."""
+        self._rank_in_front(seq)
         self._class(seq).push(seq)
         self._num_waiting += 1
 
@@ -196,6 +198,7 @@ class PriorityClasses:
 
     def put_back(self, seq: Sequence) -> None:
         """Undoes the pop."""
+        self._rank_in_front(seq)
         self._class(seq).put_back(seq)
         self._num_waiting += 1
 
@@ -208,6 +211,12 @@ class PriorityClasses:
         """Takes it out of its class."""
         self._classes[seq.priority].remove(seq)
         self._left(seq)
+
+    def _rank_in_front(self, seq: Sequence) -> None:
+        """A place behind all that are in front already, kept until the sequence starts."""
+        if seq.in_front and not seq.front_rank:
+            self._last_front_rank += 1
+            seq.front_rank = self._last_front_rank
 
     def _class(self, seq: Sequence) -> _Class:
         peers = self._classes.get(seq.priority)
@@ -230,7 +239,7 @@ class _Class:
     __slots__ = ("front", "rest")
 
     def __init__(self, rest: QueueOrder) -> None:
-        self.front: list[tuple[tuple[float, int], Sequence]] = []
+        self.front: list[Sequence] = []
         self.rest = rest
 
     def __len__(self) -> int:
@@ -238,12 +247,12 @@ class _Class:
 
     def push(self, seq: Sequence) -> None:
         if seq.in_front:
-            insort(self.front, (_age(seq), seq), key=_key)
+            insort(self.front, seq, key=_front_rank)
         else:
             self.rest.push(seq)
 
     def pop(self, now: float) -> Sequence | None:
-        return self.front.pop(0)[1] if self.front else self.rest.pop(now)
+        return self.front.pop(0) if self.front else self.rest.pop(now)
 
     def put_back(self, seq: Sequence) -> None:
         if seq.in_front:
@@ -258,8 +267,8 @@ class _Class:
         if not seq.in_front:
             self.rest.remove(seq)
             return
-        index = bisect_left(self.front, _age(seq), key=_key)
-        if index == len(self.front) or self.front[index][1] is not seq:
+        index = bisect_left(self.front, seq.front_rank, key=_front_rank)
+        if index == len(self.front) or self.front[index] is not seq:
             raise KeyError(seq.seq_id)
         del self.front[index]
 
@@ -267,7 +276,7 @@ class _Class:
 class WaitingQueue:
     """All waiting sequences in the policy's order, and what they add up to."""
 
-    __slots__ = ("_order", "num_preempted", "num_tokens")
+    __slots__ = ("_order", "num_preempted", "num_swapped", "num_tokens")
 
     def __init__(self, policy: QueuePolicy) -> None:
         self._order = PriorityClasses(ResponseRatio if policy is QueuePolicy.LENGTH_AWARE else Fifo)
@@ -275,6 +284,8 @@ class WaitingQueue:
         """Tokens that waiting sequences had to compute first when they joined."""
         self.num_preempted = 0
         """Waiting sequences that have run before."""
+        self.num_swapped = 0
+        """Waiting sequences whose blocks are in the host tier."""
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -315,15 +326,18 @@ class WaitingQueue:
         self.num_tokens += sign * seq.service
         if seq.first_run is not None:
             self.num_preempted += sign
+        if seq.stash is not None:
+            self.num_swapped += sign
 
 
-def _age(seq: Sequence) -> tuple[float, int]:
+def arrival_order(seq: Sequence) -> tuple[float, int]:
+    """Sorts the oldest first."""
     return (seq.arrival, seq.seq_id)
 
 
 def _head_age(bucket: Fifo) -> tuple[float, int]:
-    return _age(bucket.head())
+    return arrival_order(bucket.head())
 
 
-def _key(entry: tuple[tuple[float, int], Sequence]) -> tuple[float, int]:
-    return entry[0]
+def _front_rank(seq: Sequence) -> int:
+    return seq.front_rank

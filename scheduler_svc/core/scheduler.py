@@ -27,24 +27,32 @@ from __future__ import annotations
 
 from scheduler_svc.core.admission import Admission
 from scheduler_svc.core.batch import BatchBuilder
+from scheduler_svc.core.costs import Forecast
 from scheduler_svc.core.deadlines import Deadlines
 from scheduler_svc.core.events import Event, FinishedEvent, FinishReason, Refusal, RefusalReason
 from scheduler_svc.core.growth import drop_appends, grow_tables
 from scheduler_svc.core.invariants import check
-from scheduler_svc.core.limits import check_config, combine, refuse_length
+from scheduler_svc.core.limits import StepLimits, check_config, combine, refuse_length
+from scheduler_svc.core.mapped import num_mapped_blocks
 from scheduler_svc.core.params import ExecutorLimits, QueuePolicy, SchedulerConfig, SeqId, SequenceSpec
 from scheduler_svc.core.plan import StepPlan, StepResult, StepStatus
-from scheduler_svc.core.queues import WaitingQueue
+from scheduler_svc.core.preemption import Action, Reason, choose_action, forecast_s, is_finishing
+from scheduler_svc.core.queues import WaitingQueue, arrival_order
+from scheduler_svc.core.reserve import OutputLengths
 from scheduler_svc.core.results import ResultMismatchError, check_shape, take_result
 from scheduler_svc.core.running import InFlight, RunningSet
 from scheduler_svc.core.sequence import Sequence, SequenceState
-from scheduler_svc.core.stats import Counters, SchedulerStats
+from scheduler_svc.core.stats import Counters, SchedulerStats, collect
+from scheduler_svc.core.suspects import Suspects
 
 MAX_FAILED_STEPS = 3
 """Steps in which a sequence may fail together with its whole batch without a token in between, before it is given up.
 
 Without a bound, one poisonous sequence would fail the executor for ever.
 """
+
+_BAD_ENDS = frozenset({FinishReason.NUMERICAL, FinishReason.INTERNAL})
+"""Ends that say something about the sequence's blocks: nobody else may use them."""
 
 
 class Scheduler:
@@ -61,6 +69,8 @@ class Scheduler:
         self._sequences: dict[SeqId, Sequence] = {}
         self._waiting = WaitingQueue(config.queue_policy)
         self._deadlines = Deadlines(self._sequences)
+        self._suspects = Suspects(self._sequences)
+        self._lengths = OutputLengths()
         self._running: RunningSet | None = None
         self._admission: Admission | None = None
         self._next_step_id = 1
@@ -88,18 +98,23 @@ class Scheduler:
         step_limits = combine(self.config, limits)
         if self._running is not None:
             self._lose_executor()
-        self._running = RunningSet(step_limits, applied_step_id=self._next_step_id - 1)
-        self._admission = Admission(self.config, self._waiting, self._running, self._preempt)
+        self._start_session(step_limits)
         for seq in list(self._sequences.values()):
             seq.limit_tokens(step_limits.token_limit)
             if seq.token_limit <= len(seq.token_ids):
                 self._finish(seq, FinishReason.NO_FIT, now, refuse_length(step_limits, seq.prompt_len))
         return self._take_events()
 
-    def detach_executor(self, now: float) -> list[Event]:
-        """The executor is gone: what ran waits to be recomputed, plans in flight are forgotten. Idempotent."""
+    def detach_executor(self, now: float, *, died: bool = False) -> list[Event]:
+        """The executor is gone: what ran waits to be recomputed, plans in flight are forgotten. Idempotent.
+
+        With `died`, those who ran in these plans are suspected, and end with POISON the second time; see `suspects`.
+        """
         if self._running is not None:
+            poisonous = self._suspects.executor_died(self._running.inflight, now) if died else []
             self._lose_executor()
+            for seq in poisonous:
+                self._finish(seq, FinishReason.POISON, now)
         return self._take_events()
 
     # Sequences
@@ -108,13 +123,15 @@ class Scheduler:
         """Queues a sequence, or says why not. ValueError for a spec that should not have come here."""
         if not spec.prompt_ids or spec.max_tokens < 1 or spec.seq_id in self._sequences:
             raise ValueError(f"Got {spec.seq_id = }, {len(spec.prompt_ids)} prompt tokens, {spec.max_tokens = }")
-        refusal = self._refusal(spec)
+        refusal = self._suspects.refusal(spec.prompt_ids, now) or self._refusal(spec)
         if refusal is not None:
             return refusal
         is_fcfs = self.config.queue_policy is QueuePolicy.FCFS
         seq = Sequence(spec, priority=0 if is_fcfs else spec.priority)
         if self._running is not None:
             seq.limit_tokens(self._running.limits.token_limit)
+            # The order of the queue counts what is left to compute; what is cached may change until it starts.
+            seq.service = max(1, seq.service - self._running.memory.prefix.num_hit_tokens(seq))
         self._sequences[seq.seq_id] = seq
         self._waiting.push(seq)
         self._counters.submitted += 1
@@ -161,7 +178,7 @@ class Scheduler:
         if everyone_ran:
             admission.admit(plan, batch.num_tokens_left, now)
         batch.add_chunks(at_least=None)
-        if not batch.rows and not plan.admit and (running.inflight or not running.fences.has_releases):
+        if not batch.rows and not plan.admit and not _is_report_wanted(running):
             return None
         self._close(plan, batch, running)
         return plan
@@ -189,9 +206,29 @@ class Scheduler:
         outcome = take_result(record, result)
         self._counters.generated_tokens += outcome.num_tokens
         self._events.extend(outcome.tokens)
+        running.settle_chunks(record, {seq.seq_id for seq, reason in outcome.ended if reason in _BAD_ENDS})
+        for step_id in result.finished_copy_steps:
+            if not running.memory.copies.finished(step_id):
+                self._counters.stale_results += 1
         for seq, reason in outcome.ended:
             self._finish(seq, reason, now)
         return self._take_events()
+
+    def preempt(self, seq_id: SeqId, action: Action) -> bool:
+        """Makes a running sequence give up its blocks before the next plan, whatever it costs; for tests and operators.
+
+        False, changing nothing, for one that does not run, or that has its last row in flight. Such preemptions do not
+        count towards the limit of `MAX_PREEMPTIONS`. SWAP becomes RECOMPUTE where the host tier has no room.
+        """
+        seq = self._sequences.get(seq_id)
+        if seq is None or seq.state is not SequenceState.RUNNING or is_finishing(seq):
+            return False
+        self._give_up(seq, action, None)
+        return True
+
+    def flush_prefix_cache(self) -> int:
+        """Forgets all blocks that are kept for reuse, in both tiers; returns how many."""
+        return 0 if self._running is None else self._running.memory.flush()
 
     # Reading
 
@@ -199,33 +236,13 @@ class Scheduler:
         """What is wrong with the books, one line each; empty when nothing is. O(sequences + blocks)."""
         return check(self._sequences, self._waiting, self._running, self.config.pipeline_depth)
 
+    def num_mapped_blocks(self) -> int:
+        """Device blocks in the executor's lanes after the last plan; right after `schedule` only. See `mapped`."""
+        return 0 if self._running is None else num_mapped_blocks(self._running)
+
     def stats(self) -> SchedulerStats:
         """Gauges and counters, O(1)."""
-        running, counters = self._running, self._counters
-        pool = None if running is None else running.pool
-        return SchedulerStats(
-            queue_requests=len(self._waiting),
-            queue_tokens=self._waiting.num_tokens,
-            preempted=self._waiting.num_preempted,
-            running=0 if running is None else running.num_running,
-            inflight_plans=self.num_inflight_plans,
-            blocks_total=0 if pool is None else pool.num_blocks,
-            blocks_free=0 if pool is None else pool.num_free,
-            blocks_used=0 if pool is None else pool.num_used,
-            blocks_cached=0 if pool is None else pool.num_cached,
-            blocks_in_flight=0 if pool is None else pool.num_in_flight,
-            blocks_reserved=0 if pool is None else pool.num_reserved,
-            lanes_free=0 if running is None else running.lanes.num_free,
-            num_preemptions_total=counters.preemptions,
-            num_executor_losses_total=counters.executor_losses,
-            num_plans_total=counters.plans,
-            num_stale_results_total=counters.stale_results,
-            generated_tokens_total=counters.generated_tokens,
-            prefill_tokens_total=counters.prefill_tokens,
-            recomputed_tokens_total=counters.recomputed_tokens,
-            submitted_total=counters.submitted,
-            finished_total=counters.finished,
-        )
+        return collect(self._waiting, self._running, self._counters)
 
     # Inside
 
@@ -258,6 +275,7 @@ class Scheduler:
     def _close(self, plan: StepPlan, batch: BatchBuilder, running: RunningSet) -> None:
         """The plan is final: its number is taken, its releases are held, its result is expected."""
         plan.release_lanes = running.fences.take_releases(plan.step_id)
+        running.memory.copies.write(plan)
         running.inflight.append(batch.close())
         self._next_step_id += 1
         self._counters.plans += 1
@@ -266,27 +284,67 @@ class Scheduler:
     def _is_in_flight(self, running: RunningSet, step_id: int) -> bool:
         return running.inflight[0].step_id <= step_id < self._next_step_id
 
-    def _preempt(self, seq: Sequence) -> None:
-        """A running sequence makes room and waits in front, to be recomputed."""
-        assert self._running is not None
+    def _preempt(self, seq: Sequence, num_needed: int, reason: Reason) -> None:
+        """A running sequence makes room, by the way that costs least, and waits in front."""
+        running = self._running
+        assert running is not None
         seq.num_preemptions += 1
-        self._counters.preemptions += 1
-        self._running.last_victim = seq.seq_id
-        self._recompute(seq)
+        running.last_victim = seq.seq_id
+        forecast = forecast_s(running.limits, running.victim(seq), num_needed)
+        action = choose_action(running.limits.preemption_mode, forecast)
+        self._counters.preemptions[self._give_up(seq, action, forecast), reason] += 1
 
-    def _recompute(self, seq: Sequence) -> None:
-        assert self._running is not None
-        self._counters.recomputed_tokens += seq.num_planned
-        self._running.take_away(seq)
-        seq.requeue()
+    def _give_up(self, seq: Sequence, action: Action, forecast: dict[Action, float] | None) -> Action:
+        """Takes a running sequence's blocks; returns how it was done in the end."""
+        running = self._running
+        assert running is not None
+        memory = running.memory
+        stash = memory.stash(seq) if action is Action.SWAP else None
+        if action is Action.SWAP and stash is None:
+            action = Action.RECOMPUTE
+        running.take_away(seq)
+        if stash is not None:
+            seq.swap_out(stash)
+        else:
+            seq.requeue()
+        if forecast is not None:
+            spent_s = stash.num_copied * running.limits.costs.swap_out_s if stash is not None else 0.0
+            seq.forecast = Forecast(min(forecast.values()), spent_s)
         self._waiting.push(seq)
+        return action
+
+    def _requeue(self, seq: Sequence) -> None:
+        """The executor is gone and all that the sequence had there."""
+        assert self._running is not None
+        if seq.state is SequenceState.RUNNING:
+            self._running.take_away(seq)
+        else:
+            self._waiting.remove(seq)
+        seq.requeue()
+        seq.forecast = None
+        self._waiting.push(seq)
+
+    def _start_session(self, limits: StepLimits) -> None:
+        """Empty lanes and empty tiers on an executor."""
+        self._running = RunningSet(limits, applied_step_id=self._next_step_id - 1)
+        self._admission = Admission(
+            self.config,
+            self._waiting,
+            self._running,
+            lengths=self._lengths,
+            counters=self._counters,
+            preempt=self._preempt,
+            suspects=self._suspects,
+        )
 
     def _lose_executor(self) -> None:
         """Everything that ran waits again; nothing is expected from the executor any more."""
         running = self._running
         assert running is not None
-        for seq in list(running):
-            self._recompute(seq)
+        self._counters.end_session(running.memory)
+        lost = [seq for seq in self._sequences.values() if seq.state in (SequenceState.RUNNING, SequenceState.SWAPPED)]
+        for seq in sorted(lost, key=arrival_order):
+            self._requeue(seq)
         for seq in self._sequences.values():
             seq.last_step_id = 0
         self._running = self._admission = None
@@ -306,17 +364,22 @@ class Scheduler:
             seq.num_failed_steps += 1
             if seq.num_failed_steps >= MAX_FAILED_STEPS:
                 self._finish(seq, FinishReason.INTERNAL, now)
-        self._running = RunningSet(running.limits, applied_step_id=self._next_step_id - 1)
-        self._admission = Admission(self.config, self._waiting, self._running, self._preempt)
+        self._start_session(running.limits)
 
     def _finish(self, seq: Sequence, reason: FinishReason, now: float, refusal: Refusal | None = None) -> None:
         """Ends a sequence from any state and says so; its blocks and lane go to their fences."""
+        running = self._running
         if seq.state is SequenceState.RUNNING:
-            assert self._running is not None
-            self._running.take_away(seq)
+            assert running is not None
+            running.take_away(seq, is_sound=reason not in _BAD_ENDS)
         else:
             self._waiting.remove(seq)
+            if seq.stash is not None:
+                assert running is not None
+                running.memory.drop_stash(seq.stash)
         seq.finish(reason)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._lengths.finished(seq.num_output_tokens, at_limit=reason is FinishReason.LENGTH)
         del self._sequences[seq.seq_id]
         self._counters.finished += 1
         started = now if seq.first_run is None else seq.first_run
@@ -328,7 +391,7 @@ class Scheduler:
                 num_output_tokens=seq.num_output_tokens,
                 queue_s=max(0.0, started - seq.arrival),
                 num_computed_tokens=seq.num_prefilled,
-                num_cached_tokens=0,
+                num_cached_tokens=seq.num_cached_prompt,
                 num_preemptions=seq.num_preemptions,
                 refusal=refusal,
             )
@@ -337,3 +400,8 @@ class Scheduler:
     def _take_events(self) -> list[Event]:
         events, self._events = self._events, []
         return events
+
+
+def _is_report_wanted(running: RunningSet) -> bool:
+    """Whether an empty plan is to be sent, because only its result tells that lanes or copies are done."""
+    return not running.inflight and (running.fences.has_releases or not running.memory.copies.is_idle)

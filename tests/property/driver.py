@@ -13,7 +13,7 @@ from dataclasses import replace
 from scheduler_svc.core.events import Event, FinishedEvent, FinishReason, TokensEvent
 from scheduler_svc.core.params import ExecutorLimits, SamplingSpec, SchedulerConfig, SeqId, SequenceSpec
 from scheduler_svc.core.plan import NO_TOKEN, RowErrorCode, StepPlan, StepResult, StepStatus
-from scheduler_svc.core.preemption import MAX_PREEMPTIONS
+from scheduler_svc.core.preemption import MAX_PREEMPTIONS, Action
 from scheduler_svc.core.scheduler import Scheduler
 from tests.property.model_executor import VOCABULARY, ModelExecutor, oracle
 
@@ -23,8 +23,9 @@ GOOD_ENDS = {FinishReason.STOP, FinishReason.LENGTH}
 class Driver:
     """Every call checks; `results` are what the executor has answered and the scheduler has not seen yet."""
 
-    def __init__(self, config: SchedulerConfig, *, burst: int = 1) -> None:
+    def __init__(self, config: SchedulerConfig, *, burst: int = 1, copy_lag: int = 0) -> None:
         self.config = config
+        self.copy_lag = copy_lag
         self.scheduler = Scheduler(config)
         self.executor: ModelExecutor | None = None
         self.results: deque[StepResult] = deque()
@@ -58,6 +59,7 @@ class Driver:
             next_step_id=self.scheduler.next_step_id,
             burst=self.burst,
             slack=self.config.pipeline_depth,
+            copy_lag=self.copy_lag,
         )
 
     def detach(self) -> None:
@@ -107,6 +109,12 @@ class Driver:
             self.allowed_ends[seq_id].add(FinishReason.CANCELLED)
         self._take(self.scheduler.cancel(SeqId(seq_id), self.now))
         assert seq_id not in self.specs or seq_id in self.ends
+
+    def preempt(self, seq_id: int, action: Action) -> bool:
+        """Has a sequence give up its blocks, as nobody asked for; whether it did."""
+        done = self.scheduler.preempt(SeqId(seq_id), action)
+        self.check()
+        return done
 
     def advance(self, seconds: float) -> None:
         self.now += seconds
@@ -164,6 +172,7 @@ class Driver:
             self.scheduler.next_step_id,
             burst=self.burst,
             slack=self.executor.slack,
+            copy_lag=self.copy_lag,
         )
         return True
 
@@ -185,7 +194,10 @@ class Driver:
         assert not self.live, f"idle with {self.live} unfinished: {self.scheduler.stats()}"
         stats = self.scheduler.stats()
         assert (stats.queue_requests, stats.queue_tokens, stats.running, stats.preempted) == (0, 0, 0, 0)
-        assert stats.blocks_free == stats.blocks_total
+        assert stats.swapped == stats.host_blocks_used == 0
+        assert stats.blocks_free + stats.blocks_cached == stats.blocks_total
+        if not self.config.prefix_cache:
+            assert stats.blocks_cached == 0
         if self.executor is not None:
             assert stats.lanes_free == self.executor.limits.num_lanes
             assert not self.executor.lanes
@@ -233,6 +245,7 @@ class Driver:
         assert event.group == spec.group
         assert event.num_output_tokens == len(output)
         assert event.num_preemptions <= MAX_PREEMPTIONS
+        assert 0 <= event.num_cached_tokens < len(spec.prompt_ids) + len(spec.emitted_ids)
         assert output == oracle(spec.prompt_ids, len(output)), "the output is not the oracle's"
         failures = {FinishReason.NUMERICAL, FinishReason.INTERNAL} if self.tolerates_failures else set()
         assert event.reason in self.allowed_ends[seq_id] | failures

@@ -69,6 +69,15 @@ class ModelExecutor:
     slack: int = 1
     """Positions that a run leaves free in the block table, for rows planned before it was known."""
     num_tokens_computed: int = 0
+    copy_lag: int = 0
+    """Plans after its own by which a plan's copies are reported; a plan without rows reports all."""
+    host_slots: dict[int, int] = field(default_factory=dict)
+    unreported: list[tuple[int, set[int], set[int]]] = field(default_factory=list)
+    """Plans whose copies no applied result has reported: id, device blocks, host blocks."""
+    reporting: dict[int, list[int]] = field(default_factory=dict)
+    """Plans whose copies the result of a plan reports."""
+    num_swapped_in: int = 0
+    num_cached_tokens: int = 0
 
     def __post_init__(self) -> None:
         self.confirmed_step_id = self.next_step_id - 1
@@ -76,6 +85,8 @@ class ModelExecutor:
     def confirm(self, step_id: int) -> None:
         """The scheduler has applied this result."""
         self.confirmed_step_id = step_id
+        reported = self.reporting.pop(step_id, [])
+        self.unreported = [copies for copies in self.unreported if copies[0] not in reported]
 
     def run(self, plan: StepPlan, faults: dict[int, RowErrorCode] | None = None) -> StepResult:
         assert plan.step_id == self.next_step_id, "step ids are consecutive"
@@ -83,15 +94,45 @@ class ModelExecutor:
         for lane in plan.release_lanes:
             del self.lanes[lane]
             self.lane_touched[lane] = plan.step_id
-        assert not [*plan.rewind_lanes, *plan.copy_src, *plan.swap_in_src, *plan.swap_out_src], "not planned yet"
+        assert not [*plan.rewind_lanes, *plan.copy_src], "not planned yet"
+        self._copy(plan)
         for admit in plan.admit:
             self._admit(admit, plan.step_id)
         for lane, block_id in zip(plan.append_lanes, plan.append_block_ids, strict=True):
             self._take_block(block_id, plan.step_id)
             self.lanes[lane].block_ids.append(block_id)
-        tables = [block_id for lane in self.lanes.values() for block_id in lane.block_ids]
-        assert len(set(tables)) == len(tables), "a block in two tables"
         return self._run_batch(plan, faults or {})
+
+    def _copy(self, plan: StepPlan) -> None:
+        """Swap out, then swap in, as the contract orders them."""
+        size = self.limits.block_size
+        under_way = [copies[2] for copies in self.unreported]
+        for src, dst in zip(plan.swap_out_src, plan.swap_out_dst, strict=True):
+            assert 0 <= dst < self.limits.num_host_blocks
+            assert not any(dst in blocks for blocks in under_way), f"host block {dst} rewritten before the report"
+            for offset in range(size):
+                self.host_slots[dst * size + offset] = self.slots.get(src * size + offset, -1)
+        for src, dst in zip(plan.swap_in_src, plan.swap_in_dst, strict=True):
+            written = [copies for copies in self.unreported if src in copies[2]]
+            assert not written or src in plan.swap_in_src, f"host block {src} read before the report"
+            assert src not in plan.swap_out_dst, f"host block {src} written and read by one plan"
+            self._take_block(dst, plan.step_id)
+            for offset in range(size):
+                self.slots[dst * size + offset] = self.host_slots[src * size + offset]
+        self.num_swapped_in += len(plan.swap_in_src)
+        if plan.swap_out_src or plan.swap_in_src:
+            device = {*plan.swap_out_src, *plan.swap_in_dst}
+            host = {*plan.swap_out_dst, *plan.swap_in_src}
+            self.unreported.append((plan.step_id, device, host))
+
+    def _report(self, plan: StepPlan) -> tuple[int, ...]:
+        already = {step_id for step_ids in self.reporting.values() for step_id in step_ids}
+        due = [copies[0] for copies in self.unreported if copies[0] not in already]
+        if plan.num_rows:
+            due = [step_id for step_id in due if step_id + self.copy_lag <= plan.step_id]
+        if due:
+            self.reporting[plan.step_id] = due
+        return tuple(due)
 
     def _admit(self, admit: Admit, step_id: int) -> None:
         assert 0 <= admit.lane < self.limits.num_lanes
@@ -100,16 +141,30 @@ class ModelExecutor:
         assert touched <= self.confirmed_step_id, f"lane {admit.lane} reused before the result of step {touched}"
         assert admit.generation == self.generations.get(admit.lane, 0) + 1
         self.generations[admit.lane] = admit.generation
-        assert admit.num_cached_tokens == 0
+        assert 0 <= admit.num_cached_tokens < len(admit.token_ids)
         assert len(admit.token_ids) >= admit.num_prompt_tokens >= 1
-        for block_id in admit.block_ids:
+        size = self.limits.block_size
+        num_cached_blocks = -(-admit.num_cached_tokens // size)
+        for block_id in admit.block_ids[num_cached_blocks:]:
             self._take_block(block_id, step_id)
-        self.lanes[admit.lane] = Lane(admit.generation, list(admit.token_ids), list(admit.block_ids))
+        chain = 0
+        for position, token in enumerate(admit.token_ids[: admit.num_cached_tokens]):
+            chain = digest(chain, token)
+            block_id = admit.block_ids[position // size]
+            assert self.slots.get(block_id * size + position % size) == chain, f"block {block_id} is not the prefix"
+            self.block_touched[block_id] = step_id
+        self.num_cached_tokens += admit.num_cached_tokens
+        lane = Lane(admit.generation, list(admit.token_ids), list(admit.block_ids), admit.num_cached_tokens)
+        self.lanes[admit.lane] = lane
 
     def _take_block(self, block_id: int, step_id: int) -> None:
         assert 0 <= block_id < self.limits.num_device_blocks
         touched = self.block_touched.get(block_id, 0)
         assert touched <= self.confirmed_step_id, f"block {block_id} reused before the result of step {touched}"
+        busy = [copies[0] for copies in self.unreported if copies[0] < step_id and block_id in copies[1]]
+        assert not busy, f"block {block_id} reused before the copies of steps {busy} were reported"
+        owners = [number for number, lane in self.lanes.items() if block_id in lane.block_ids]
+        assert not owners, f"block {block_id} given out while lanes {owners} have it"
         self.block_touched[block_id] = step_id
         for offset in range(self.limits.block_size):
             self.slots.pop(block_id * self.limits.block_size + offset, None)
@@ -138,6 +193,7 @@ class ModelExecutor:
             num_tokens=None if self.burst == 1 else [len(run) for run in runs],
             status=StepStatus.ROW_ERRORS if faults else StepStatus.OK,
             row_errors=faults,
+            finished_copy_steps=self._report(plan),
         )
 
     def _run_row(self, step_id: int, lane_id: int, count: int) -> list[int]:
@@ -174,6 +230,9 @@ class ModelExecutor:
             expected = digest(expected, token)
         assert chain == expected, "the context in the blocks is not the sequence's"
         for position in range(lane.position, end):
+            block_id = lane.block_ids[position // block_size]
+            sharers = sum(block_id in other.block_ids for other in self.lanes.values())
+            assert sharers == 1, f"block {block_id} is written while {sharers} lanes have it"
             chain = digest(chain, lane.token_ids[position])
             self.slots[slot(position)] = chain
         lane.position = end

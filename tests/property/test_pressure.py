@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_svc.core.params import ExecutorLimits, QueuePolicy, SchedulerConfig
-from scheduler_svc.core.preemption import MAX_PREEMPTIONS
+from scheduler_svc.core.params import ExecutorLimits, HostCache, PreemptionMode, QueuePolicy, SchedulerConfig
+from scheduler_svc.core.preemption import MAX_PREEMPTIONS, Action
 from tests.property.driver import Driver, prompt_of
 
 
@@ -22,8 +22,13 @@ def random_driver(rng: random.Random, *, burst: int = 1, depth: int | None = Non
             queue_policy=rng.choice(list(QueuePolicy)),
             max_skip_ahead=rng.choice([0, 2]),
             pipeline_depth=depth,
+            preemption_mode=rng.choice(list(PreemptionMode)),
+            prefix_cache=rng.random() < 0.7,
+            host_cache=rng.choice(list(HostCache)),
+            growth_reserve=rng.choice([0.0, 1.0]),
         ),
         burst=burst,
+        copy_lag=rng.choice([0, 0, 1, 3]),
     )
     driver.attach(
         ExecutorLimits(
@@ -33,6 +38,11 @@ def random_driver(rng: random.Random, *, burst: int = 1, depth: int | None = Non
             max_tokens=16,
             num_lanes=8 * (depth + 1),
             max_model_len=40,
+            num_host_blocks=rng.choice([0, 2, 8, 40]),
+            bytes_per_block=1000,
+            swap_out_bytes_per_s=rng.choice([1e3, 1e5]),
+            swap_in_bytes_per_s=rng.choice([1e3, 1e5]),
+            prefill_tokens_per_s=100.0,
         )
     )
     return driver
@@ -188,8 +198,11 @@ def test_a_preempted_sequence_goes_before_newer_ones() -> None:
     for step in range(200):
         driver.submit(prompt_of(2, step), 3)
         driver.step()
+        if step == 4:
+            assert old[0] is not None
+            assert driver.preempt(old[0], Action.RECOMPUTE)
         if all(seq_id in driver.ends for seq_id in old):
             break
-    assert driver.scheduler.stats().num_preemptions_total > 0
+    assert driver.scheduler.stats().recomputed_tokens_total > 0
     assert all(seq_id in driver.ends for seq_id in old)
     driver.drain()

@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from scheduler_svc.core.params import ExecutorLimits, QueuePolicy, SchedulerConfig
+from scheduler_svc.core.params import ExecutorLimits, HostCache, PreemptionMode, QueuePolicy, SchedulerConfig
 from scheduler_svc.core.plan import RowErrorCode
+from scheduler_svc.core.preemption import Action
 from tests.property.driver import Driver, prompt_of
 
 
@@ -25,6 +26,11 @@ def executor_limits(depth: int) -> st.SearchStrategy[ExecutorLimits]:
         max_tokens=st.integers(2, 12),
         num_lanes=st.integers(2, 4 * (depth + 1)),
         max_model_len=st.integers(6, 30),
+        num_host_blocks=st.sampled_from([0, 0, 1, 3, 12]),
+        bytes_per_block=st.just(1000),
+        swap_out_bytes_per_s=st.sampled_from([0.0, 1e3, 1e6]),
+        swap_in_bytes_per_s=st.sampled_from([0.0, 1e3, 1e6]),
+        prefill_tokens_per_s=st.sampled_from([0.0, 100.0]),
     )
 
 
@@ -38,6 +44,10 @@ configs = st.builds(
     watermark=st.sampled_from([0.0, 0.01, 0.3]),
     pipeline_depth=st.integers(1, 4),
     max_queue_requests=st.just(12),
+    preemption_mode=st.sampled_from(PreemptionMode),
+    prefix_cache=st.sampled_from([True, True, False]),
+    host_cache=st.sampled_from(HostCache),
+    growth_reserve=st.sampled_from([0.0, 1.0]),
 )
 requests = st.fixed_dictionaries(
     {
@@ -47,6 +57,9 @@ requests = st.fixed_dictionaries(
         "min_tokens": st.integers(0, 3),
         "priority": st.sampled_from([0, 0, 0, 1, 2]),
         "group": st.integers(0, 2),
+        "family": st.none() | st.integers(0, 1),
+        "cache_salt": st.sampled_from([b"", b"", b"other tenant"]),
+        "reads_prefix_cache": st.sampled_from([True, True, True, False]),
     }
 )
 
@@ -56,16 +69,18 @@ class PressureMachine(RuleBasedStateMachine):
 
     driver: Driver
 
-    @initialize(config=configs, data=st.data(), burst=st.sampled_from([1, 1, 3]))
-    def start(self, config: SchedulerConfig, data: st.DataObject, burst: int) -> None:
-        self.driver = Driver(config, burst=burst)
+    @initialize(config=configs, data=st.data(), burst=st.sampled_from([1, 1, 3]), copy_lag=st.sampled_from([0, 0, 2]))
+    def start(self, config: SchedulerConfig, data: st.DataObject, burst: int, copy_lag: int) -> None:
+        self.driver = Driver(config, burst=burst, copy_lag=copy_lag)
         self.limits = executor_limits(config.pipeline_depth)
         self.driver.attach(data.draw(self.limits))
 
     def submit_one(self, request: dict[str, Any], **fields: Any) -> None:
         driver = self.driver
         request = request | fields
-        driver.submit(prompt_of(request.pop("length"), len(driver.specs)), request.pop("max_tokens"), **request)
+        family = request.pop("family")
+        salt = len(driver.specs) + 2 if family is None else family  # prompts of a family are prefixes of each other
+        driver.submit(prompt_of(request.pop("length"), salt), request.pop("max_tokens"), **request)
 
     @rule(wanted=st.lists(requests, min_size=1, max_size=4))
     def submit(self, wanted: list[dict[str, Any]]) -> None:
@@ -76,6 +91,16 @@ class PressureMachine(RuleBasedStateMachine):
     def cancel(self, index: int) -> None:
         if live := self.driver.live:
             self.driver.cancel(live[index % len(live)])
+
+    @rule(index=st.integers(0, 10), action=st.sampled_from(Action))
+    def preempt(self, index: int, action: Action) -> None:
+        if live := self.driver.live:
+            self.driver.preempt(live[index % len(live)], action)
+
+    @rule()
+    def flush_the_prefix_cache(self) -> None:
+        self.driver.scheduler.flush_prefix_cache()
+        self.driver.check()
 
     @rule()
     def schedule(self) -> None:

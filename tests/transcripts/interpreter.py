@@ -6,6 +6,7 @@ A transcript is a list of blocks: commands, a line of dashes, what they printed,
     executor KEY=VALUE ...      attaches an executor (fields of ExecutorLimits; the rest has defaults)
     detach                      the executor is gone
     submit NAME prompt=N max_tokens=N [stop=ID] [priority=N] [deadline=S] [queue_deadline=S] [group=N] [emitted=N]
+    preempt NAME ACTION         has it give up its blocks: swap, recompute or tail
     cancel NAME
     advance SECONDS             lets time pass and calls expire
     schedule                    makes one plan
@@ -26,6 +27,7 @@ from collections import deque
 from scheduler_svc.core.events import Event, FinishedEvent
 from scheduler_svc.core.params import ExecutorLimits, SchedulerConfig, SeqId, SequenceSpec
 from scheduler_svc.core.plan import NO_TOKEN, RowErrorCode, StepPlan, StepResult, StepStatus
+from scheduler_svc.core.preemption import Action
 from scheduler_svc.core.scheduler import Scheduler
 
 _EXECUTOR = {
@@ -38,18 +40,22 @@ _EXECUTOR = {
 }
 
 
+PLAIN = SchedulerConfig(prefix_cache=False, growth_reserve=0.0)
+"""Where a transcript is not about caching and reserving: prompts of a transcript are prefixes of each other."""
+
+
 class _Lane:
-    def __init__(self, name: str, num_tokens: int) -> None:
+    def __init__(self, name: str, num_tokens: int, position: int) -> None:
         self.name = name
         self.num_tokens = num_tokens
-        self.position = 0
+        self.position = position
 
 
 class Interpreter:
     """State between the blocks of one transcript."""
 
     def __init__(self) -> None:
-        self.reset(SchedulerConfig())
+        self.reset(PLAIN)
 
     def reset(self, config: SchedulerConfig) -> None:
         self.scheduler = Scheduler(config)
@@ -70,16 +76,18 @@ class Interpreter:
         return lines or ["ok"]
 
     def do_config(self, *arguments: str) -> list[str]:
-        config = SchedulerConfig()
+        config = PLAIN
         for key, text in (argument.split("=") for argument in arguments):
-            config = dataclasses.replace(config, **{key: type(getattr(config, key))(text)})
+            kind = type(getattr(config, key))
+            config = dataclasses.replace(config, **{key: kind(int(text)) if kind is bool else kind(text)})
         self.reset(config)
         return []
 
     def do_executor(self, *arguments: str) -> list[str]:
-        values = _EXECUTOR | {key: int(text) for key, text in (argument.split("=") for argument in arguments)}
+        given = dict(argument.split("=") for argument in arguments)
+        values = _EXECUTOR | {key: float(text) if key.endswith("_per_s") else int(text) for key, text in given.items()}
         self._forget()
-        return self._events(self.scheduler.attach_executor(ExecutorLimits(**values), self.now))
+        return self._events(self.scheduler.attach_executor(ExecutorLimits(**values), self.now)  # type: ignore[arg-type])
 
     def do_detach(self) -> list[str]:
         self._forget()
@@ -104,6 +112,11 @@ class Interpreter:
         )
         refusal = self.scheduler.submit(spec, self.now)
         return [f"{name} refused: {refusal.reason.name}: {refusal.message}"] if refusal else []
+
+    def do_preempt(self, name: str, action: str) -> list[str]:
+        seq_id = next(seq_id for seq_id, other in self.names.items() if other == name)
+        assert self.scheduler.preempt(seq_id, Action(action))
+        return []
 
     def do_cancel(self, name: str) -> list[str]:
         seq_id = next(seq_id for seq_id, other in self.names.items() if other == name)
@@ -130,7 +143,9 @@ class Interpreter:
             for row, (name, sampled) in enumerate(zip(names, samples, strict=True))
         ]
         status = StepStatus.ROW_ERRORS if errors else StepStatus.OK
-        events = self.scheduler.apply(StepResult(plan.step_id, tokens, None, status, errors), self.now)
+        copied = (plan.step_id,) if plan.swap_out_src or plan.swap_in_src else ()
+        result = StepResult(plan.step_id, tokens, None, status, errors, copied)
+        events = self.scheduler.apply(result, self.now)
         return [f"result {plan.step_id}", *self._events(events)]
 
     def do_run(self, count: str) -> list[str]:
@@ -144,11 +159,21 @@ class Interpreter:
 
     def do_stats(self) -> list[str]:
         s = self.scheduler.stats()
-        return [
+        line = (
             f"queue {s.queue_requests} ({s.queue_tokens} tokens, {s.preempted} preempted), running {s.running}, "
             f"in flight {s.inflight_plans}; blocks: {s.blocks_free} free, {s.blocks_used} used, "
             f"{s.blocks_in_flight} in flight, {s.blocks_reserved} reserved; preemptions {s.num_preemptions_total}"
-        ]
+        )
+        if self.scheduler.config.prefix_cache:
+            line += (
+                f"; {s.blocks_cached} cached, {s.prefix_hit_tokens_total} of {s.prefix_query_tokens_total} tokens hit"
+            )
+        if s.host_blocks_total:
+            line += (
+                f"; host: {s.host_blocks_free} free, {s.host_blocks_used} used, {s.host_blocks_cached} cached, "
+                f"{s.swapped_out_blocks_total} out, {s.swapped_in_blocks_total} in"
+            )
+        return [line]
 
     def _later(self, seconds: str | None) -> float | None:
         return None if seconds is None else self.now + float(seconds)
@@ -167,15 +192,20 @@ class Interpreter:
         parts = []
         if plan.release_lanes:
             parts.append("release " + " ".join(self.lanes.pop(lane).name for lane in plan.release_lanes))
+        for verb in ("swap_out", "swap_in"):
+            pairs = zip(getattr(plan, f"{verb}_src"), getattr(plan, f"{verb}_dst"), strict=True)
+            words = [f"{src}→{dst}" for src, dst in pairs]
+            parts += [f"{verb} " + " ".join(words)] * bool(words)
         for admit in plan.admit:
             # Lanes carry no ids, as on the wire: the sequence is the one that the scheduler says runs there.
             lane_of = {seq.lane: seq.seq_id for seq in self.scheduler._sequences.values()}
             name = self.names[lane_of[admit.lane]]
-            self.lanes[admit.lane] = _Lane(name, len(admit.token_ids))
+            self.lanes[admit.lane] = _Lane(name, len(admit.token_ids), admit.num_cached_tokens)
             blocks = " ".join(map(str, admit.block_ids))
-            parts.append(
-                f"admit {name} (lane {admit.lane}.{admit.generation}, {len(admit.token_ids)} tokens, blocks {blocks})"
-            )
+            tokens = f"{len(admit.token_ids)} tokens"
+            if admit.num_cached_tokens:
+                tokens += f", {admit.num_cached_tokens} cached"
+            parts.append(f"admit {name} (lane {admit.lane}.{admit.generation}, {tokens}, blocks {blocks})")
         if plan.append_lanes:
             appends = zip(plan.append_lanes, plan.append_block_ids, strict=True)
             parts.append("append " + " ".join(f"{self.lanes[lane].name}+{block_id}" for lane, block_id in appends))

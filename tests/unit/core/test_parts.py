@@ -33,7 +33,7 @@ def test_the_smaller_limit_wins() -> None:
 )
 def test_an_executor_without_any_of_something_is_an_error(field: str) -> None:
     with pytest.raises(ValueError, match=field):
-        combine(SchedulerConfig(), replace(EXECUTOR, **{field: 0}))
+        combine(SchedulerConfig(), replace(EXECUTOR, **{field: 0}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def running(number: int, arrival: float, priority: int = 0, num_planned: int = 5
     seq = Sequence(SequenceSpec(SeqId(number), [1] * 5, 40, arrival=arrival), priority=priority)
     table = BlockTable(16)
     table.extend([number])
-    seq.start(number, table, 0, 0.0)
+    seq.start(number, table, 0, 0, 0.0)
     seq.num_planned = num_planned
     seq.num_preemptions = num_preemptions
     return seq

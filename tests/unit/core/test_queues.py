@@ -85,13 +85,13 @@ def test_putting_back_in_reverse_order_restores_the_queue(policy: QueuePolicy) -
 
 
 @pytest.mark.parametrize("policy", QueuePolicy)
-def test_those_in_front_go_first_and_by_age(policy: QueuePolicy) -> None:
+def test_those_in_front_go_first_in_the_order_in_which_they_came_there(policy: QueuePolicy) -> None:
     queue = filled(policy, seq(1, 1), seq(2, 1))
     for number, arrival in ((5, 3.0), (4, 2.0), (6, 4.0)):
         late = seq(number, 500, arrival)
         late.in_front = True
         queue.push(late)
-    assert pop_all(queue) == [4, 5, 6, 1, 2]
+    assert pop_all(queue) == [5, 4, 6, 1, 2]
 
 
 @pytest.mark.parametrize("policy", QueuePolicy)

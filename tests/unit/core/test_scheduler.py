@@ -12,7 +12,14 @@ from scheduler_svc.core.plan import NO_TOKEN, RowErrorCode, StepPlan, StepResult
 from scheduler_svc.core.results import ResultMismatchError
 from scheduler_svc.core.scheduler import MAX_FAILED_STEPS, Scheduler
 
-CONFIG = SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=4, max_prefill_chunk=16, pipeline_depth=1)
+CONFIG = SchedulerConfig(
+    max_num_batched_tokens=32,
+    max_num_seqs=4,
+    max_prefill_chunk=16,
+    pipeline_depth=1,
+    prefix_cache=False,  # prompts here are all alike
+    growth_reserve=0.0,
+)
 EXECUTOR = ExecutorLimits(4, 16, max_rows=8, max_tokens=32, num_lanes=24, max_model_len=64)
 
 

@@ -49,7 +49,7 @@ def test_verbs_that_are_illegal_change_nothing() -> None:
         with pytest.raises(IllegalMoveError):
             verb()
         with pytest.raises(IllegalMoveError):
-            seq.start(0, table(), 0, 0.0)
+            seq.start(0, table(), 0, 0, 0.0)
         assert snapshot(seq) == unchanged
 
 
@@ -61,7 +61,7 @@ def test_the_state_cannot_be_set_from_outside() -> None:
 def test_a_sequence_that_is_requeued_or_ends_holds_nothing() -> None:
     for leave in (Sequence.requeue, lambda seq: seq.finish(FinishReason.STOP)):
         seq = sequence()
-        seq.start(2, table(), 3, 1.0)
+        seq.start(2, table(), 3, 0, 1.0)
         seq.num_planned = 5
         leave(seq)
         assert (seq.lane, seq.table, seq.num_reserved, seq.num_planned, seq.horizon) == (NO_LANE, None, 0, 0, 0)
@@ -69,18 +69,18 @@ def test_a_sequence_that_is_requeued_or_ends_holds_nothing() -> None:
 
 def test_after_a_recompute_the_whole_known_sequence_is_to_be_computed() -> None:
     seq = sequence(prompt=5)
-    seq.start(0, table(), 0, 1.0)
+    seq.start(0, table(), 0, 0, 1.0)
     assert (seq.prefill_len, seq.first_run) == (5, 1.0)
     seq.token_ids += [1, 2]
     seq.requeue()
     assert (seq.service, seq.in_front) == (7, True)
-    seq.start(1, table(), 0, 2.0)
+    seq.start(1, table(), 0, 0, 2.0)
     assert (seq.prefill_len, seq.prompt_len, seq.num_output_tokens, seq.first_run) == (7, 5, 2, 1.0)
 
 
 def test_the_horizon_is_the_nearer_of_slots_and_limit() -> None:
     seq = sequence(prompt=5, max_tokens=20)
-    seq.start(0, table(), 0, 0.0)
+    seq.start(0, table(), 0, 0, 0.0)
     assert seq.horizon == 8
     seq.grow([1, 2, 4, 6, 8, 9])
     assert seq.horizon == 24, "the row at position 24 would bring token 26 of 25"

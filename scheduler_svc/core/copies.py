@@ -1,0 +1,125 @@
+"""Copies between the tiers: what the next plan will carry, and what the executor has not reported finished.
+
+A copy holds a reference to both of its blocks from the moment it is queued until it is reported, so neither can be
+given out again in between, whoever else lets go of them. A key goes to the destination only with the report: until
+then nobody finds a block that is half written.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from cache_svc.blocks.pool import BlockPool
+from scheduler_svc.core.plan import StepPlan
+
+
+@dataclass(slots=True)
+class Transfer:
+    """The copies of one plan, and whether all have finished."""
+
+    swap_outs: list[tuple[int, int, bytes | None]] = field(default_factory=list)
+    """Device block, host block, key of the content."""
+    swap_ins: list[tuple[int, int, bytes | None]] = field(default_factory=list)
+    """Host block, device block, key of the content."""
+    is_done: bool = False
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to copy."""
+        return bool(self.swap_outs or self.swap_ins)
+
+
+class Copies:
+    """Copies of one executor, in the order of the plans that carry them."""
+
+    __slots__ = ("_device", "_host", "_under_way", "num_swapped_in", "num_swapped_out", "queued")
+
+    def __init__(self, device: BlockPool, host: BlockPool | None) -> None:
+        self._device = device
+        self._host = host
+        self.queued = Transfer()
+        """What the next plan carries. Kept by whoever must know when it is done."""
+        self._under_way: dict[int, Transfer] = {}
+        self.num_swapped_out = 0
+        """Blocks copied device to host, over the life of the executor's session."""
+        self.num_swapped_in = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no copy is queued or under way."""
+        return not self.queued and not self._under_way
+
+    def swap_out(self, src: int, dst: int, key: bytes | None) -> None:
+        """Queues a copy of a device block to a host block, both referred to by the caller now."""
+        assert self._host is not None
+        self._device.retain([src])
+        self._host.retain([dst])
+        self.queued.swap_outs.append((src, dst, key))
+
+    def swap_in(self, src: int, dst: int, key: bytes | None) -> None:
+        """Queues a copy of a host block to a device block, both referred to by the caller now."""
+        assert self._host is not None
+        self._host.retain([src])
+        self._device.retain([dst])
+        self.queued.swap_ins.append((src, dst, key))
+
+    def write(self, plan: StepPlan) -> None:
+        """Puts what is queued into the plan."""
+        transfer = self.queued
+        if not transfer:
+            return
+        plan.swap_out_src = [src for src, _, _ in transfer.swap_outs]
+        plan.swap_out_dst = [dst for _, dst, _ in transfer.swap_outs]
+        plan.swap_in_src = [src for src, _, _ in transfer.swap_ins]
+        plan.swap_in_dst = [dst for _, dst, _ in transfer.swap_ins]
+        self._under_way[plan.step_id] = transfer
+        self.queued = Transfer()
+
+    def finished(self, step_id: int) -> bool:
+        """The executor reports a plan's copies. False, changing nothing, for one that has none under way."""
+        transfer = self._under_way.pop(step_id, None)
+        if transfer is None:
+            return False
+        assert self._host is not None
+        for src, dst, key in transfer.swap_outs:
+            _settle(self._device, src, self._host, dst, key)
+        for src, dst, key in transfer.swap_ins:
+            _settle(self._host, src, self._device, dst, key)
+        self.num_swapped_out += len(transfer.swap_outs)
+        self.num_swapped_in += len(transfer.swap_ins)
+        transfer.is_done = True
+        return True
+
+    def num_leaving(self) -> int:
+        """Device blocks that only copies hold. O(blocks under way)."""
+        if self.is_idle:
+            return 0
+        held = Counter(self.device_refs())
+        return sum(1 for block_id, count in held.items() if self._device.num_refs(block_id) == count)
+
+    def distrust(self, key: bytes) -> None:
+        """What is copied under that key is not to be found by it."""
+        for transfer in (self.queued, *self._under_way.values()):
+            for copies in (transfer.swap_outs, transfer.swap_ins):
+                copies[:] = [(src, dst, None if known == key else known) for src, dst, known in copies]
+
+    def device_refs(self) -> list[int]:
+        """Device blocks that copies hold, once per copy."""
+        transfers = [self.queued, *self._under_way.values()]
+        return [src for t in transfers for src, _, _ in t.swap_outs] + [
+            dst for t in transfers for _, dst, _ in t.swap_ins
+        ]
+
+    def host_refs(self) -> list[int]:
+        """Host blocks that copies hold, once per copy."""
+        transfers = [self.queued, *self._under_way.values()]
+        return [dst for t in transfers for _, dst, _ in t.swap_outs] + [
+            src for t in transfers for src, _, _ in t.swap_ins
+        ]
+
+
+def _settle(source: BlockPool, src: int, target: BlockPool, dst: int, key: bytes | None) -> None:
+    if key is not None:
+        target.publish(dst, key)
+    source.release([src])
+    target.release([dst])

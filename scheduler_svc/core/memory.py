@@ -1,0 +1,121 @@
+"""`KvMemory`: both tiers of one executor, what is kept in them for reuse, and what moves between them.
+
+    device   used by tables ── last reference ──► cached under its key ── allocate ──► used again
+                  ▲                                     │ on-evict (or write-through, when published)
+                  │ swap in (a match, a resume)         ▼
+    host     cached under its key  ◄──────────── swap out ──── the blocks of a sequence that makes room
+
+Content found in a tier is always that of the tokens asked for: keys name whole prefixes, and a block gets its key only
+when the result or the copy that filled it has been reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ids
+
+from cache_svc.blocks.pool import BlockPool
+from scheduler_svc.core.copies import Copies, Transfer
+from scheduler_svc.core.limits import StepLimits
+from scheduler_svc.core.params import HostCache
+from scheduler_svc.core.prefix import PrefixIndex
+from scheduler_svc.core.sequence import Sequence, Stash
+
+KEPT_SHARE = 0.05
+"""Most of a step's time that copying evicted blocks to the host tier may take; what is beyond that is forgotten.
+
+They are copied when somebody takes them, so the batch that writes them waits for the copies.
+"""
+
+
+class KvMemory:
+    """The pools, the prefix index and the copies of one executor."""
+
+    __slots__ = ("_keeps_evicted", "_most_kept", "_writes_through", "copies", "device", "host", "prefix")
+
+    def __init__(self, limits: StepLimits) -> None:
+        self.device = BlockPool(limits.num_blocks)
+        self.host = BlockPool(limits.num_host_blocks) if limits.num_host_blocks else None
+        self.copies = Copies(self.device, self.host)
+        is_kept = self.host is not None and limits.prefix_cache and limits.costs.does_swap_in_pay
+        self._most_kept = limits.num_blocks_in(KEPT_SHARE) if is_kept else 0
+        self._keeps_evicted = is_kept and limits.host_cache is HostCache.ON_EVICT
+        self._writes_through = is_kept and limits.host_cache is HostCache.WRITE_THROUGH
+        self.prefix = PrefixIndex(
+            self.device,
+            self.host if is_kept and limits.host_cache is not HostCache.OFF else None,
+            limits.block_size,
+            (limits.model_fingerprint, limits.kv_dtype),
+            is_on=limits.prefix_cache,
+        )
+
+    def allocate(self, num_blocks: int, *, reserved: bool = False) -> list[int] | None:
+        """As `BlockPool.allocate` on the device; content that must go for it may move to the host tier."""
+        if not self._keeps_evicted:
+            return self.device.allocate(num_blocks, reserved=reserved)
+        evicted: list[tuple[int, bytes]] = []
+        block_ids = self.device.allocate(num_blocks, reserved=reserved, evicted=evicted)
+        for block_id, key in evicted:
+            self._keep(block_id, key)
+        return block_ids
+
+    def publish(self, seq: Sequence, num_positions: int) -> None:
+        """The results of the sequence's positions up to there are in."""
+        for block_id, key in self.prefix.publish(seq, num_positions):
+            if self._writes_through:
+                self._keep(block_id, key)
+
+    def stash(self, seq: Sequence) -> Stash | None:
+        """Queues copies of all that the sequence has planned to the host tier; None when that has no room.
+
+        None, too, when nothing is planned. Blocks that the host tier has already are shared, not copied.
+        """
+        assert seq.table is not None
+        if self.host is None or not seq.num_planned:
+            return None
+        block_ids = seq.table.block_ids[: seq.table.num_blocks(seq.num_planned)]
+        keys = [self.device.key_of(block_id) for block_id in block_ids]
+        there = [None if key is None else self.host.lookup(key) for key in keys]
+        kept = [host_id for host_id in there if host_id is not None]
+        self.host.retain(kept)
+        new = self.host.allocate(len(block_ids) - len(kept))
+        if new is None:
+            self.host.release(kept)
+            return None
+        fresh = iter(new)
+        host_ids: list[int] = []
+        for block_id, key, kept_id in zip(block_ids, keys, there, strict=True):
+            host_ids.append(next(fresh) if kept_id is None else kept_id)
+            if kept_id is None:
+                self.copies.swap_out(block_id, host_ids[-1], key)
+        transfer = self.copies.queued if new else Transfer(is_done=True)
+        return Stash(host_ids, seq.num_planned, len(new), transfer)
+
+    def drop_stash(self, stash: Stash) -> None:
+        """The sequence will not come back for it."""
+        assert self.host is not None
+        self.host.release(stash.host_ids)
+
+    def distrust(self, block_ids: Ids[int]) -> None:
+        """Forgets what is known about the blocks in both tiers: something about their content is wrong."""
+        for block_id in block_ids:
+            key = self.device.key_of(block_id)
+            if key is not None:
+                self.device.unpublish(block_id)
+                self.copies.distrust(key)
+                host_id = None if self.host is None else self.host.lookup(key)
+                if self.host is not None and host_id is not None:
+                    self.host.unpublish(host_id)
+
+    def flush(self) -> int:
+        """Forgets everything that is kept for reuse; returns how many blocks."""
+        return self.device.flush() + (0 if self.host is None else self.host.flush())
+
+    def _keep(self, block_id: int, key: bytes) -> None:
+        host, copies = self.host, self.copies
+        assert host is not None
+        if len(copies.queued.swap_outs) >= self._most_kept or host.lookup(key) is not None:
+            return
+        host_ids = host.allocate(1)
+        if host_ids is not None:
+            copies.swap_out(block_id, host_ids[0], key)
+            host.release(host_ids)  # the copy's own reference holds it from here

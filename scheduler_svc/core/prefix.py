@@ -1,0 +1,130 @@
+"""Which leading blocks of a sequence are there already, and which another sequence is computing right now.
+
+A block is known by the key of its whole prefix (`cache_svc.blocks.hashing`), so equal keys mean equal content. Keys
+are made when they are needed, a block at a time, and kept with the sequence: a prompt that hits nothing costs one
+hash, and a long one costs its hashes spread over the plans that compute it.
+
+A key is *published* once the result of the plan that filled the block is in; from the plan that fills it until then
+it is *expected*, and a sequence whose next block is expected waits for it instead of computing it a second time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cache_svc.blocks.hashing import extend_chain, root_key
+from cache_svc.blocks.pool import BlockPool
+from scheduler_svc.core.sequence import Sequence
+
+MAX_NEW_KEYS = 1024
+"""Keys made for one sequence in one lookup (about a millisecond); a longer match goes on in the next plan."""
+
+
+@dataclass(slots=True)
+class Match:
+    """Leading full blocks of a sequence that need no computing."""
+
+    device_ids: list[int | None] = field(default_factory=list)
+    """One per block; None: only the host tier has it."""
+    host_ids: list[int] = field(default_factory=list)
+    """For each None, in order."""
+    should_wait: bool = False
+    """Whether the block behind them is being computed by another sequence, or is not looked up yet."""
+
+
+class PrefixIndex:
+    """Keys of one executor's blocks. `is_on` false: nothing is ever found or published."""
+
+    __slots__ = ("_block_size", "_device", "_expected", "_host", "_identity", "is_on")
+
+    def __init__(
+        self, device: BlockPool, host: BlockPool | None, block_size: int, identity: tuple[str, str], *, is_on: bool
+    ) -> None:
+        self._device = device
+        self._host = host
+        self._block_size = block_size
+        self._identity = identity
+        """Model fingerprint and type of keys and values."""
+        self._expected: dict[bytes, Sequence] = {}
+        self.is_on = is_on
+
+    def match(self, seq: Sequence) -> Match:
+        """What of the sequence is there. At least its last known token is left to compute."""
+        found = Match()
+        if not self.is_on or not seq.spec.reads_prefix_cache:
+            return found
+        num_blocks = (len(seq.token_ids) - 1) // self._block_size
+        most_keys = len(self._keys(seq)) + MAX_NEW_KEYS
+        lookup, host = self._device.lookup, self._host
+        for index in range(num_blocks):
+            if index >= most_keys:
+                found.should_wait = True
+                break
+            key = self._key(seq, index)
+            block_id = lookup(key)
+            host_id = host.lookup(key) if block_id is None and host is not None else None
+            if block_id is None and host_id is None:
+                found.should_wait = self._expected.get(key, seq) is not seq
+                break
+            found.device_ids.append(block_id)
+            if host_id is not None:
+                found.host_ids.append(host_id)
+        return found
+
+    def num_hit_tokens(self, seq: Sequence) -> int:
+        """Leading tokens that need no computing now."""
+        return len(self.match(seq).device_ids) * self._block_size
+
+    def expect(self, seq: Sequence, num_positions: int) -> None:
+        """The sequence is about to compute its full blocks up to there."""
+        if not self.is_on:
+            return
+        num_blocks = min(num_positions, seq.prefill_len) // self._block_size
+        for index in range(max(seq.prefix.num_expected, seq.prefix.num_published), num_blocks):
+            self._expected.setdefault(self._key(seq, index), seq)
+        seq.prefix.num_expected = max(seq.prefix.num_expected, num_blocks)
+
+    def publish(self, seq: Sequence, num_positions: int) -> list[tuple[int, bytes]]:
+        """The results of the sequence's positions up to there are in: full blocks become known.
+
+        Returns block and key of those that are new.
+        """
+        if not self.is_on or num_positions // self._block_size <= seq.prefix.num_published:
+            return []
+        assert seq.table is not None
+        new = []
+        for index in range(seq.prefix.num_published, num_positions // self._block_size):
+            key = self._key(seq, index)
+            if self._expected.get(key) is seq:
+                del self._expected[key]
+            block_id = seq.table.block_ids[index]
+            if self._device.key_of(block_id) is None and self._device.publish(block_id, key):
+                new.append((block_id, key))
+        seq.prefix.num_published = num_positions // self._block_size
+        return new
+
+    def leave(self, seq: Sequence) -> None:
+        """The sequence computes no further: nobody is to wait for it."""
+        for key in seq.prefix.keys[seq.prefix.num_published : seq.prefix.num_expected]:
+            if self._expected.get(key) is seq:
+                del self._expected[key]
+        seq.prefix.num_published = seq.prefix.num_expected = 0
+
+    def expected_by(self) -> list[Sequence]:
+        """The sequences that others may wait for, once per key; for checks."""
+        return list(self._expected.values())
+
+    def _keys(self, seq: Sequence) -> list[bytes]:
+        """The sequence's keys so far, which start anew when they were made for another model."""
+        if seq.prefix.identity != self._identity:
+            seq.prefix.identity = self._identity
+            seq.prefix.keys = []
+        return seq.prefix.keys
+
+    def _key(self, seq: Sequence, index: int) -> bytes:
+        keys = self._keys(seq)
+        if index >= len(keys):
+            fingerprint, kv_dtype = self._identity
+            root = root_key(fingerprint, kv_dtype, seq.spec.cache_salt, seq.spec.adapter)
+            extend_chain(keys, root, seq.token_ids, self._block_size, index + 1)
+        return keys[index]

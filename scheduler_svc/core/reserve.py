@@ -1,0 +1,98 @@
+"""How much memory the running sequences are going to need, so that admission can leave it to them.
+
+Two parts. `OutputLengths` learns from finished outputs how many tokens a sequence that has given `n` will still give.
+`peak_blocks` follows the running sequences into the future: when the one with the least left ends, its blocks come
+back; in between all others have grown. What is needed at the worst moment is less than the sum of what each may use,
+and more than what they use now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import ceil
+
+_MAX_BUCKETS = 96
+_GROWTH_OF_WEIGHT = 1.01
+"""Each finished output counts this much more than the one before: the last hundred make up most of the picture."""
+_RESCALE_AT = 1e12
+_PRIOR_WEIGHT = 8.0
+"""So many finished outputs outweigh the assumption that every output is as long as it may be."""
+
+
+class OutputLengths:
+    """A decaying histogram of output lengths, in buckets of half powers of two."""
+
+    __slots__ = ("_above", "_is_stale", "_step", "_sums", "_total", "_weight_at_limit", "_weights")
+
+    def __init__(self) -> None:
+        self._weights = [0.0] * _MAX_BUCKETS
+        self._sums = [0.0] * _MAX_BUCKETS
+        self._step = 1.0
+        self._total = 0.0
+        self._weight_at_limit = 0.0
+        self._above: list[tuple[float, float]] = []
+        """Per bucket: weight, and sum of lengths, of the buckets above it."""
+        self._is_stale = True
+
+    def finished(self, num_tokens: int, *, at_limit: bool) -> None:
+        """An output ended by itself with that many tokens, or was as long as it was allowed to be."""
+        self._step *= _GROWTH_OF_WEIGHT
+        self._total += self._step
+        if at_limit:
+            self._weight_at_limit += self._step
+        else:
+            bucket = _bucket(num_tokens)
+            self._weights[bucket] += self._step
+            self._sums[bucket] += self._step * num_tokens
+            self._is_stale = True
+        if self._step > _RESCALE_AT:
+            self._rescale()
+
+    def remaining(self, num_tokens: int, limit: int) -> float:
+        """Tokens that an output which has that many, and may have `limit`, is expected to get yet."""
+        most = max(0, limit - num_tokens)
+        known = self._total / self._step
+        ran_out = (self._weight_at_limit / self._step + _PRIOR_WEIGHT) / (known + _PRIOR_WEIGHT)
+        if self._is_stale:
+            self._sum_up()
+        weight, total = self._above[_bucket(num_tokens)]
+        if not weight:
+            return most
+        by_itself = min(most, max(0.0, total / weight - num_tokens))
+        return ran_out * most + (1.0 - ran_out) * by_itself
+
+    def _sum_up(self) -> None:
+        self._above = [(0.0, 0.0)] * _MAX_BUCKETS
+        weight = total = 0.0
+        for bucket in reversed(range(_MAX_BUCKETS)):
+            self._above[bucket] = (weight, total)
+            weight += self._weights[bucket]
+            total += self._sums[bucket]
+        self._is_stale = False
+
+    def _rescale(self) -> None:
+        scale = 1.0 / self._step
+        self._weights = [weight * scale for weight in self._weights]
+        self._sums = [total * scale for total in self._sums]
+        self._total *= scale
+        self._weight_at_limit *= scale
+        self._step = 1.0
+        self._is_stale = True
+
+
+def peak_blocks(sequences: Iterable[tuple[float, int]], block_size: int) -> int:
+    """Most blocks that the sequences will hold at once.
+
+    Each is a pair: positions that it is expected to need beyond the slots it has, and blocks it holds alone.
+    """
+    peak = held = 0
+    for alive, (num_positions, num_blocks) in enumerate(sorted(sequences, reverse=True), start=1):
+        held += num_blocks
+        peak = max(peak, held + alive * ceil(num_positions / block_size))
+    return peak
+
+
+def _bucket(num_tokens: int) -> int:
+    bits = num_tokens.bit_length()
+    half = (num_tokens >> (bits - 2)) & 1 if bits > 1 else 0
+    return min(2 * bits + half, _MAX_BUCKETS - 1)
