@@ -87,7 +87,8 @@ class Interpreter:
         given = dict(argument.split("=") for argument in arguments)
         values = _EXECUTOR | {key: float(text) if key.endswith("_per_s") else int(text) for key, text in given.items()}
         self._forget()
-        return self._events(self.scheduler.attach_executor(ExecutorLimits(**values), self.now)  # type: ignore[arg-type])
+        limits = ExecutorLimits(**values)  # type: ignore[arg-type]
+        return self._events(self.scheduler.attach_executor(limits, self.now))
 
     def do_detach(self) -> list[str]:
         self._forget()
