@@ -121,6 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=None, help="directory or GGUF file (default: the demo model)")
     parser.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32")
+    parser.add_argument("--kv-dtype", default="auto", help="auto, int8, bfloat16 or float32")
     parser.add_argument("--block-size", type=int, default=16, help="positions per block")
     parser.add_argument("--budget", type=int, default=512, help="tokens per step")
     parser.add_argument("--chunk", type=int, default=256, help="prompt tokens of one sequence per step")
@@ -129,7 +130,11 @@ def main() -> None:
     args = parser.parse_args()
     began = time.perf_counter()
     runner = load(
-        args.model or find_demo_model(), dtype=args.dtype, block_size=args.block_size, num_threads=args.threads
+        args.model or find_demo_model(),
+        dtype=args.dtype,
+        kv_dtype=args.kv_dtype,
+        block_size=args.block_size,
+        num_threads=args.threads,
     )
     load_s = time.perf_counter() - began
     run(runner, make_sequences(runner)[:4], args.budget, args.chunk)  # warm-up: oneDNN builds its kernels per shape
@@ -160,6 +165,7 @@ def main() -> None:
                 "peak_rss_mb": round(after.ru_maxrss / 1024),
                 "kv_pool_mb": round(runner.num_blocks * runner.bytes_per_block / 1e6),
                 "dtype": runner.dtype_name,
+                "kv_dtype": runner.kv_dtype_name,
                 "threads": torch.get_num_threads(),
             }
         )
