@@ -48,8 +48,12 @@ class ExecutorMetrics:
             ["direction"],
             registry=registry,
         )
-        self._copy_seconds = Counter(
-            "pagemill_swap_seconds_total", "Time that copies took", ["direction"], registry=registry
+        self._copy_seconds = Histogram(
+            "pagemill_swap_seconds",
+            "Duration of one step's copies in one direction",
+            ["direction"],
+            buckets=_SECONDS,
+            registry=registry,
         )
         self._mismatches = Counter(
             "pagemill_copy_mismatches_total", "Copied blocks with another checksum than before", registry=registry
@@ -79,10 +83,9 @@ class ExecutorMetrics:
             self._row_errors.labels(code=pb.RowErrorCode.Name(code).removeprefix("ROW_ERROR_CODE_").lower()).inc()
 
     def _copies(self, report: CopyReport) -> None:
-        for kind, count in report.bytes.items():
-            self._copied_bytes.labels(direction=kind.value).inc(count)
-        for kind, seconds in report.seconds.items():
-            self._copy_seconds.labels(direction=kind.value).inc(seconds)
+        for copy in report.done:
+            self._copied_bytes.labels(direction=copy.kind.value).inc(copy.num_bytes)
+            self._copy_seconds.labels(direction=copy.kind.value).observe(copy.seconds)
         self._mismatches.inc(report.num_mismatches)
 
     def stale(self, kind: str) -> None:

@@ -124,7 +124,8 @@ class CudaCopyStream:
 
     def _finish(self, item: _Enqueued) -> None:
         seconds = item.begun.elapsed_time(item.ended) / 1000
-        self._done.append(DoneCopy(item.op.number, item.op.kind, item.op.src.size, seconds))
+        size = item.op.src.size * self._device.shape[1]
+        self._done.append(DoneCopy(item.op.number, item.op.kind, size, seconds))
         self._num_done = item.op.number
 
 

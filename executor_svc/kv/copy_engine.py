@@ -65,7 +65,7 @@ class DoneCopy:
 
     number: int
     kind: CopyKind
-    num_blocks: int
+    num_bytes: int
     seconds: float
 
 
@@ -75,8 +75,7 @@ class CopyReport:
 
     steps: list[int] = field(default_factory=list)
     """Steps all of whose copies have finished, ascending; each is reported once."""
-    bytes: dict[CopyKind, int] = field(default_factory=dict)
-    seconds: dict[CopyKind, float] = field(default_factory=dict)
+    done: list[DoneCopy] = field(default_factory=list)
     num_mismatches: int = 0
     """Blocks whose checksum was not what it had been; always 0 without checksums."""
 
@@ -123,13 +122,11 @@ class CopyEngine:
         *,
         num_device_blocks: int,
         num_host_blocks: int,
-        bytes_per_block: int,
         checksums: BlockChecksums | None = None,
     ) -> None:
         self.num_host_blocks = num_host_blocks
         self.checksums = checksums
         self._stream = stream
-        self._bytes_per_block = bytes_per_block
         self._num_submitted = 0
         self._written_by = np.zeros(num_device_blocks, np.int64)
         self._read_by = np.zeros(num_device_blocks, np.int64)
@@ -195,12 +192,8 @@ class CopyEngine:
 
     def report(self) -> CopyReport:
         """What finished since the last call. Raises CopyError if something failed."""
-        report = CopyReport()
         done = self._stream.num_done  # first: what is done by now has its record below
-        for copy in self._stream.take_done():
-            size = copy.num_blocks * self._bytes_per_block
-            report.bytes[copy.kind] = report.bytes.get(copy.kind, 0) + size
-            report.seconds[copy.kind] = report.seconds.get(copy.kind, 0.0) + copy.seconds
+        report = CopyReport(done=self._stream.take_done())
         while self._steps and self._steps[0][0] <= done:
             report.steps.append(self._steps.popleft()[1])
         if self.checksums is not None:

@@ -56,6 +56,8 @@ class CopyThread:
 
     def enqueue(self, op: CopyOp) -> None:
         """As `CopyStream.enqueue`: computation is over when it returns, so there is none to wait for."""
+        if self._closed:
+            raise CopyError("the copy thread has ended")
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="copy", daemon=True)
             self._thread.start()
@@ -129,14 +131,13 @@ class CopyThread:
             self._changed.notify_all()
 
     def _perform(self, op: CopyOp) -> DoneCopy:
-        started = time.perf_counter()
+        started, size = time.perf_counter(), op.src.size * self._device.shape[1]
         if self._delay is not None:
             self._pause(self._delay(op))
         self._copy(op)
         if self._bytes_per_s:
-            least_s = op.src.size * self._device.shape[1] / self._bytes_per_s
-            self._pause(least_s - (time.perf_counter() - started))
-        return DoneCopy(op.number, op.kind, op.src.size, time.perf_counter() - started)
+            self._pause(size / self._bytes_per_s - (time.perf_counter() - started))
+        return DoneCopy(op.number, op.kind, size, time.perf_counter() - started)
 
     def _pause(self, seconds: float) -> None:
         if seconds > 0:
@@ -177,6 +178,5 @@ def cpu_copies(
         stream,
         num_device_blocks=len(device),
         num_host_blocks=len(host),
-        bytes_per_block=device.shape[1],
         checksums=stream.checksums,
     )

@@ -96,9 +96,7 @@ class World:
         self.model_device = self.device.copy()
         self.model_host = self.host.copy()
         self.stream = make(self.device, self.host)
-        self.engine = engine(
-            self.stream, num_device_blocks=num_device, num_host_blocks=num_host, bytes_per_block=BLOCK_BYTES
-        )
+        self.engine = engine(self.stream, num_device_blocks=num_device, num_host_blocks=num_host)
         self.compute: Callable[[Callable[[], None]], None] = lambda batch: batch()
         self.wrong = 0
         self.num_steps = 0
