@@ -12,8 +12,9 @@ import pytest
 from pagemill.columns import unpack
 from pagemill.engine.v1 import frontend_pb2 as fe
 from scheduler_svc.core.params import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.preemption import Action
 from tests.oracles.base import Geometry, Pace
-from tests.oracles.direct import ACTIONS, FORCES
+from tests.oracles.direct import ACTIONS
 from tests.oracles.expected import expected_output
 from tests.oracles.gateway import FakeGateway
 from tests.oracles.kv import KvExecutor
@@ -60,20 +61,16 @@ def force(rig: LockstepRig, action: str, rng: random.Random) -> None:
     """One that runs gives way."""
     core = rig.engine.core
     running = [seq for seq in core._sequences.values() if seq.state.value == "running"]
-    if not running:
-        return
-    seq = rng.choice(running)
-    if FORCES:
-        core.force_preempt(seq.seq_id, action)  # type: ignore[attr-defined,unused-ignore]
-    else:
-        core._preempt(seq)
+    if running:
+        core.preempt(rng.choice(running).seq_id, Action(action))
 
 
 @pytest.mark.parametrize("late", [0, 5])
+@pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("action", ACTIONS)
-def test_streams_forced_out_every_few_steps_equal_the_oracle(action: str, late: int) -> None:
+def test_streams_forced_out_every_few_steps_equal_the_oracle(action: str, prefix_cache: bool, late: int) -> None:
     rng = random.Random(late)
-    rig = LockstepRig(core=CORE)
+    rig = LockstepRig(core=replace(CORE, prefix_cache=prefix_cache))
     executor = rig.add_executor(KvExecutor, TIERS)
     executor.lateness = lambda step_id: rng.randint(0, late)
     gateway = rig.add_gateway()
@@ -83,7 +80,7 @@ def test_streams_forced_out_every_few_steps_equal_the_oracle(action: str, late: 
         force(rig, action, rng)
     assert_all_right(gateway)
     rig.assert_clean()
-    if FORCES and action == "swap":
+    if action == "swap" and not prefix_cache:
         assert executor.counts.num_swapped_in > 50
     assert executor.counts.num_mismatches == 0
 
@@ -94,9 +91,9 @@ def kill_in_the_middle_of_a_copy(rig: LockstepRig, name: str, rng: random.Random
     executor.lateness = lambda step_id: 6
     rig.until(lambda: executor.num_steps > 20)
     for _ in range(200):
-        force(rig, ACTIONS[0], rng)
+        force(rig, "swap", rng)
         rig.turn()
-        if executor.copies.pending or not FORCES:
+        if executor.copies.pending:
             break
     rig.kill_executor(executor)
     assert executor.violations == []
@@ -115,7 +112,7 @@ def test_executor_killed_in_the_middle_of_a_copy_and_replaced(seed: int) -> None
     rig.finish()
     assert_all_right(gateway)
     rig.assert_clean()
-    assert num_killed > 0 or not FORCES
+    assert num_killed > 0
 
 
 def test_copies_that_take_time_over_ipc(socket_dir: Path) -> None:
@@ -162,7 +159,7 @@ def test_b76_a_load_generator_that_is_killed_again_and_again_leaves_nothing() ->
         submit_many(doomed, 400, rng)
         rig.turn(60)
         for _ in range(10):
-            force(rig, ACTIONS[0], rng)
+            force(rig, "swap", rng)
             rig.turn(2)
         assert doomed.num_open > 0
         rig.kill_gateway(doomed)
@@ -183,7 +180,7 @@ def test_b70_few_steps_of_work_after_a_cancel_wherever_the_stream_is() -> None:
     submit_many(gateway, 60, rng)
     while gateway.num_open:
         rig.turn(2)
-        force(rig, ACTIONS[0], rng)
+        force(rig, "swap", rng)
         live = [record for record in gateway.streams.values() if not record.is_over and record.num_accepted]
         if not live:
             continue

@@ -10,24 +10,24 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from pagemill.engine.v1 import executor_pb2 as pb
 from pagemill.links import SendOutcome
 from scheduler_svc.codec import decode_limits, decode_result, encode_plan
 from scheduler_svc.core.events import Event, FinishedEvent, FinishReason, TokensEvent
-from scheduler_svc.core.params import ExecutorLimits, SamplingSpec, SchedulerConfig, SeqId, SequenceSpec
+from scheduler_svc.core.params import SamplingSpec, SchedulerConfig, SeqId, SequenceSpec
 from scheduler_svc.core.plan import StepPlan
+from scheduler_svc.core.preemption import Action
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceState
 from tests.oracles.base import Geometry, Lane
 from tests.oracles.expected import expected_output
 from tests.oracles.kv import KvExecutor
 
-FORCES = hasattr(Scheduler, "force_preempt")
-ACTIONS: tuple[str, ...] = ("swap", "recompute", "tail") if FORCES else ("recompute",)
-"""What this build of the core can be forced to."""
+ACTIONS = tuple(action.value for action in Action)
+"""What a sequence can be made to do with its blocks."""
 TURN_S = 0.01
 """Seconds that pass in a turn."""
 GOOD_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
@@ -104,7 +104,7 @@ class DirectRig:
         self._sent_seq += 1
         self._acked = self._sent_seq
         self.executor.new_session()
-        self._take(self.scheduler.attach_executor(limits_of(self.executor), self.now))
+        self._take(self.scheduler.attach_executor(decode_limits(self.executor.hello()), self.now))
 
     kill = attach
 
@@ -135,8 +135,7 @@ class DirectRig:
         self._acked, message = self._results.popleft()
         geometry = self.executor.geometry
         result = decode_result(message, geometry.vocab_size, geometry.max_tokens + geometry.max_rows)
-        finished = tuple(message.finished_copy_steps)
-        self._take(self.scheduler.apply(replace(result, finished_copy_steps=finished), self.now))
+        self._take(self.scheduler.apply(result, self.now))
         return True
 
     def turn(self) -> bool:
@@ -207,12 +206,7 @@ class DirectRig:
 
     def force(self, seq_id: int, action: str) -> None:
         """Makes a running sequence give way, as if memory were short."""
-        assert action in ACTIONS
-        if FORCES:
-            self.scheduler.force_preempt(SeqId(seq_id), action)  # type: ignore[attr-defined,unused-ignore]
-        else:
-            self.scheduler._preempt(self.scheduler._sequences[SeqId(seq_id)])
-        self.num_forced += 1
+        self.num_forced += self.scheduler.preempt(SeqId(seq_id), Action(action))
 
     def force_some(self, action: str) -> None:
         """The same for one that runs, by chance."""
@@ -294,11 +288,3 @@ class DirectRig:
             assert stream.end is None, "a token after the end"
             assert first == len(stream.ids), "a gap or a repeated token"
             stream.ids += [next(tokens) for _ in range(count)]
-
-
-def limits_of(executor: KvExecutor) -> ExecutorLimits:
-    """What the hello says, the fields included that an older codec does not read."""
-    hello = executor.hello()
-    limits = decode_limits(hello)
-    names = {f.name for f in fields(ExecutorLimits)} & {f.name for f in hello.DESCRIPTOR.fields}
-    return replace(limits, **{name: getattr(hello, name) for name in names})

@@ -22,7 +22,7 @@ from pagemill.engine.v1 import executor_pb2 as pb
 from scheduler_svc.core.events import FinishReason
 from scheduler_svc.core.params import HostCache, PreemptionMode, SchedulerConfig
 from tests.oracles.base import Geometry
-from tests.oracles.direct import ACTIONS, FORCES, TURN_S, DirectRig
+from tests.oracles.direct import ACTIONS, TURN_S, DirectRig
 from tests.oracles.kv import KvCounts
 
 NUM_SEEDS = int(os.environ.get("PAGEMILL_KV_SEEDS", "20"))
@@ -104,7 +104,7 @@ def campaign(seed: int) -> Outcome:
         nonlocal last_forced
         if rig.num_steps - last_forced >= 5:
             last_forced = rig.num_steps
-            for action in (ACTIONS[0], ACTIONS[0], rig.rng.choice(ACTIONS)):
+            for action in ("swap", "swap", rig.rng.choice(ACTIONS)):
                 rig.force_some(action)
         if rig.rng.random() < 0.02:
             rig.cancel_some()
@@ -136,10 +136,8 @@ def test_ten_thousand_swaps_without_a_mismatch() -> None:
     """Blocks, counted at their return: each with the checksum that it had when it left."""
     outcomes = [campaign(seed) for seed in range(NUM_SEEDS)]
     assert all(outcome.counts.num_mismatches == 0 for outcome in outcomes)
-    if FORCES:
-        assert sum(outcome.counts.num_swapped_in for outcome in outcomes) >= 500 * NUM_SEEDS
-        assert sum(outcome.counts.num_swapped_out for outcome in outcomes) >= 500 * NUM_SEEDS
-        assert sum(outcome.counts.num_cached_reads for outcome in outcomes) >= 500 * NUM_SEEDS
+    for what in ("num_swapped_in", "num_swapped_out", "num_cached_reads"):
+        assert sum(getattr(outcome.counts, what) for outcome in outcomes) >= 500 * NUM_SEEDS, what
 
 
 # Controls: what the campaign relies on must be able to fail
@@ -147,10 +145,9 @@ def test_ten_thousand_swaps_without_a_mismatch() -> None:
 
 def disturbed(rig: DirectRig) -> None:
     submit_workload(rig, 1, 100)
-    rig.drain(lambda: rig.force_some(ACTIONS[0]) if rig.num_steps % 5 == 0 else None)
+    rig.drain(lambda: rig.force_some("swap") if rig.num_steps % 5 == 0 else None)
 
 
-@pytest.mark.skipif(not FORCES, reason="this core has no swapping whose fences could be removed")
 @pytest.mark.parametrize("gone", ["the scheduler's fence", "the executor's fence"])
 def test_control_without_a_fence_ids_or_checks_fail(gone: str) -> None:
     """Copies that are reported before they have happened, or a batch that does not wait for those it depends on."""
@@ -220,7 +217,7 @@ def test_b66_four_choices_of_long_requests_on_a_small_host_pool(num_host_blocks:
     for request in range(10):
         for choice in range(4):
             rig.submit([request, *range(40)], 24, choice_index=choice)
-    rig.drain(lambda: rig.force_some(ACTIONS[0]) if rig.num_steps % 3 == 0 else None)
+    rig.drain(lambda: rig.force_some("swap") if rig.num_steps % 3 == 0 else None)
 
 
 def test_preemption_before_the_first_row() -> None:
@@ -232,7 +229,7 @@ def test_preemption_before_the_first_row() -> None:
         nonlocal num_preempted
         for seq in list(rig.scheduler._sequences.values()):
             if seq.seq_id in rig.running() and seq.num_planned == 0:
-                rig.force(seq.seq_id, ACTIONS[0])
+                rig.force(seq.seq_id, "swap")
                 num_preempted += 1
 
     for number in range(40):
@@ -247,7 +244,7 @@ def test_b65_each_tier_adds_up_after_every_plan() -> None:
     """Evictions to the host tier, swaps and returns: `check_invariants` wants free + used + … = total of both."""
     rig = DirectRig(CONFIG, geometry(NEED * 3 // 10, NEED // 3), most_late=6, check_every=1)
     submit_workload(rig, 65, 60)
-    rig.drain(lambda: rig.force_some(ACTIONS[0]) if rig.num_steps % 5 == 0 else None)
+    rig.drain(lambda: rig.force_some("swap") if rig.num_steps % 5 == 0 else None)
 
 
 def test_b68_the_preempted_do_not_starve_under_a_steady_flow() -> None:
@@ -298,14 +295,14 @@ def test_executor_killed_in_the_middle_of_copies(seed: int) -> None:
     def disturb() -> None:
         nonlocal kills
         if rig.num_steps % 4 == 0:
-            rig.force_some(ACTIONS[0])
-        if kills < 6 and rig.num_steps > 40 * (kills + 1) and (rig.executor.copies.pending or not FORCES):
+            rig.force_some("swap")
+        if kills < 6 and rig.num_steps > 40 * (kills + 1) and rig.executor.copies.pending:
             kills += 1
             rig.kill()
 
     rig.drain(disturb)
     assert kills >= 3
-    assert rig.executor.counts.num_killed_copies > 0 or not FORCES
+    assert rig.executor.counts.num_killed_copies > 0
 
 
 # Prefix cache
@@ -380,7 +377,7 @@ def test_b59_two_tenants_under_pressure_in_both_tiers(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(100):
         rig.submit([*range(rng.choice([8, 16, 24])), rng.randrange(VOCAB)], rng.randint(4, 20), tenant=rng.choice("ab"))
-    rig.drain(lambda: rig.force_some(ACTIONS[0]) if rig.num_steps % 5 == 0 else None)
+    rig.drain(lambda: rig.force_some("swap") if rig.num_steps % 5 == 0 else None)
     assert rig.executor.counts.num_foreign_reads == 0
     for tenant in "ab":
         assert sum(stream.cached for stream in rig.streams.values() if stream.tenant == tenant) > 0
@@ -447,7 +444,7 @@ def test_b71_b75_b78_an_end_at_every_moment_gives_everything_back(kind: str) -> 
         for now in range(turn):
             rig.turn()
             if now % 6 == 5 and target.spec.seq_id in rig.running():
-                rig.force(target.spec.seq_id, ACTIONS[0])
+                rig.force(target.spec.seq_id, "swap")
         if target.end is None:
             seq = rig.scheduler._sequences[target.spec.seq_id]
             copies = " with copies" if rig.executor.copies.pending else ""
@@ -461,9 +458,8 @@ def test_b71_b75_b78_an_end_at_every_moment_gives_everything_back(kind: str) -> 
             assert target.end.reason is (FinishReason.CANCELLED if kind == "abort" else FinishReason.DEADLINE)
         rig.drain()
     assert {"waiting", "running"} <= phases
-    if FORCES:
-        assert any(phase.startswith("swapped") for phase in phases), phases
-        assert any(phase.endswith("with copies") for phase in phases), phases
+    assert any(phase.startswith("swapped") for phase in phases), phases
+    assert any(phase.endswith("with copies") for phase in phases), phases
 
 
 def test_b74_aborts_beside_a_long_prefill() -> None:
