@@ -52,7 +52,7 @@ async def serving_through_a_proxy(
 
 
 def _arguments(model: str, options: Sequence[str]) -> list[str]:
-    argv = ["--model", model, "--port", "0", "--kv-memory-bytes", str(KV_MEMORY_BYTES), *options]
+    argv = ["--model", model, "--port", "0", "--admin-port", "0", "--kv-memory-bytes", str(KV_MEMORY_BYTES), *options]
     return argv + [f"--{role}.metrics-port=0" for role in ("gateway", "scheduler", "executor")]
 
 

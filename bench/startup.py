@@ -26,7 +26,19 @@ LIMIT_S = 120
 def start_once(model: str) -> float:
     """Seconds to readiness. Raises RuntimeError if the service does not come up or does not end cleanly."""
     ports = [f"--{role}.metrics-port=0" for role in ("gateway", "scheduler", "executor")]
-    command = [sys.executable, "-m", "pagemill_client.cli", "serve", "--model", model, "--port", "0", *ports]
+    command = [
+        sys.executable,
+        "-m",
+        "pagemill_client.cli",
+        "serve",
+        "--model",
+        model,
+        "--port",
+        "0",
+        "--admin-port",
+        "0",
+        *ports,
+    ]
     command += ["--ready-timeout-s", str(LIMIT_S)]
     begin = time.perf_counter()
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:

@@ -29,6 +29,10 @@ class GatewaySettings(ServiceSettings):
     """Address to serve gRPC on."""
     port: int = Field(default=50051, ge=0, le=65535)
     """Port to serve gRPC on; 0 takes a free one."""
+    admin_host: str = "127.0.0.1"
+    """Address to serve the admin service on, which has no authentication: whoever reaches it may use it."""
+    admin_port: int = Field(default=50052, ge=0, le=65535)
+    """Port to serve the admin service on; 0 serves none."""
     metrics_host: str = "127.0.0.1"
     """Address to serve Prometheus metrics on."""
     metrics_port: int = Field(default=9100, ge=0, le=65535)
@@ -77,6 +81,7 @@ class GatewaySettings(ServiceSettings):
     @model_validator(mode="after")
     def _plaintext_stays_at_home(self) -> GatewaySettings:
         check_host(self.host, "--host", insecure=self.insecure)
+        check_host(self.admin_host, "--admin-host", insecure=self.insecure)
         check_host(self.metrics_host, "--metrics-host", insecure=self.insecure)
         return self
 

@@ -15,12 +15,14 @@ _REASONS: dict[int, Reason] = {
     wire.STREAM_ERROR_NUMERICAL: Reason.NUMERICAL_ERROR,
     wire.STREAM_ERROR_INTERNAL: Reason.INTERNAL,
     wire.STREAM_ERROR_CONTEXT_LENGTH: Reason.CONTEXT_LENGTH_EXCEEDED,
+    wire.STREAM_ERROR_POISON: Reason.POISON_REQUEST,
 }
 _TEXTS = {
     Reason.DEADLINE_EXCEEDED: "the call's deadline has passed",
     Reason.QUEUE_TIMEOUT: "max_queue_ms went by in the queue",
     Reason.NO_EXECUTOR: "no executor is connected",
     Reason.DRAINING: "the server is shutting down",
+    Reason.POISON_REQUEST: "executors died while they ran this request; it is not tried again",
     Reason.NUMERICAL_ERROR: "the model gave no finite logits",
 }
 PASSING = frozenset({wire.STREAM_ERROR_QUEUE_FULL, wire.STREAM_ERROR_NO_EXECUTOR, wire.STREAM_ERROR_DRAINING})

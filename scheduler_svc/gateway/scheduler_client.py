@@ -19,6 +19,7 @@ from pagemill.engine.v1 import frontend_pb2 as wire
 from pagemill.framing import Channel
 from pagemill.links import SendOutcome
 from pagemill.logs import kv
+from scheduler_svc.gateway.admin_desk import AdminDesk
 from scheduler_svc.gateway.link import AsyncLink, Identity
 from scheduler_svc.gateway.metrics import GatewayMetrics
 from scheduler_svc.gateway.refusals import not_connected
@@ -68,6 +69,7 @@ class SchedulerClient:
         self._next_hello = 0.0
         self._next_heartbeat = 0.0
         self.table = StreamTable(metrics, resume_timeout_s)
+        self.desk = AdminDesk(lambda question: self.connected and self._send(admin_request=question))
         self.status = wire.SchedulerStatus()
         self.ready = False
 
@@ -75,6 +77,11 @@ class SchedulerClient:
     def num_streams(self) -> int:
         """Streams that a scheduler may still be working on."""
         return len(self.table)
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a session now."""
+        return self._in_session.is_set()
 
     async def run(self) -> None:
         """Keep the session until cancelled. Raises SchedulerRejectedError."""
@@ -169,6 +176,7 @@ class SchedulerClient:
         self._in_session.clear()
         self._next_hello = 0.0
         self.table.lose_session(now)
+        self.desk.lose_session()
         self._update_ready(now)
 
     # ---- Receiving ----
@@ -241,6 +249,8 @@ class SchedulerClient:
             lost = self.table.ended(envelope.ended)
         elif body == "status":
             self._set_status(envelope.status)
+        elif body == "admin_reply":
+            self.desk.answered(envelope.admin_reply)
         elif body == "goodbye":
             lost = f"scheduler leaves: {envelope.goodbye.reason}"
         if lost is not None:

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 from dataclasses import dataclass, field
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from pagemill.endpoints import EndpointError
 from pagemill.logs import kv
 from pagemill.model_files import ModelInfo
-from pagemill.v1 import inference_pb2_grpc, model_pb2_grpc
+from pagemill.v1 import admin_pb2_grpc, inference_pb2_grpc, model_pb2_grpc
+from scheduler_svc.gateway.admin_service import AdminService
 from scheduler_svc.gateway.chat import ChatTemplate
 from scheduler_svc.gateway.config import GatewaySettings
 from scheduler_svc.gateway.link import AsyncLink, Identity
 from scheduler_svc.gateway.metrics import GatewayMetrics
 from scheduler_svc.gateway.models_service import ModelService
+from scheduler_svc.gateway.ports import listen
 from scheduler_svc.gateway.prompts import PromptEncoder
 from scheduler_svc.gateway.registry import Registry, draining
 from scheduler_svc.gateway.scheduler_client import SchedulerClient
@@ -64,6 +64,19 @@ def server_options(settings: GatewaySettings) -> list[tuple[str, int]]:
         ("grpc.keepalive_time_ms", 60_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.max_connection_idle_ms", 3_600_000),
+    ]
+
+
+def admin_options() -> list[tuple[str, int]]:
+    """Options of the admin server: a few operators with small messages."""
+    return [
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", 64 * 1024),
+        ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
+        ("grpc.max_concurrent_streams", 16),
+        ("grpc.max_allowed_incoming_connections", 16),
+        ("grpc.server_handshake_timeout_ms", int(_HANDSHAKE_TIMEOUT_S * 1000)),
     ]
 
 
@@ -110,12 +123,15 @@ class Gateway:
             metrics=self.metrics,
         )
         self._server = self._build_server(ModelService(model, self.inference, self.scheduler))
+        self._admin = self._build_admin(model)
         await self._health.set("", _SERVING)
         await self._health.set(READINESS_SERVICE, _NOT_SERVING)
         self._link_task = asyncio.create_task(self.scheduler.run())  # its hello travels while the worker starts
         if self._chat is not None:
             await self._chat.start()
         await self._server.start()
+        if self._admin is not None:
+            await self._admin.start()
         self._sweep_task = asyncio.create_task(self._sweep())
         _log.info("serving", extra=kv(host=self.settings.host, port=self.port, model=model.name))
 
@@ -137,6 +153,8 @@ class Gateway:
         """Stop now; calls that still run get `grace_s` seconds."""
         self.registry.draining = True
         await self._server.stop(grace_s)
+        if self._admin is not None:  # last: an operator may watch the drain
+            await self._admin.stop(0)
         for task in (self._link_task, self._sweep_task, *self._background):
             task.cancel()
         await asyncio.gather(self._link_task, self._sweep_task, *self._background, return_exceptions=True)
@@ -161,16 +179,19 @@ class Gateway:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         if self.settings.reflection:
             _add_reflection(server)
-        host = self.settings.host
-        address = f"[{host}]" if ":" in host and not host.startswith("[") else host
-        where = f"{address}:{self.settings.port}"
-        reason = why_not_bindable(host.strip("[]"), self.settings.port)  # gRPC would log a line of its own
-        if reason is not None:
-            raise EndpointError(f"gRPC cannot listen on {where} (--host, --port): {reason}")
-        try:
-            self.port = server.add_insecure_port(where)
-        except RuntimeError as error:
-            raise EndpointError(f"gRPC cannot listen on {where} (--host, --port)") from error
+        self.port = listen(server, self.settings.host, self.settings.port, what="gRPC", options="--host, --port")
+        return server
+
+    def _build_admin(self, model: ServedModel) -> grpc.aio.Server | None:
+        """The admin service, on a server and a port of its own: no client of `--port` can reach it."""
+        settings = self.settings
+        if not settings.admin_port:
+            return None
+        server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=admin_options())
+        service = AdminService(model.name, self.identity, registry=self.registry, scheduler=self.scheduler)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+        where = "--admin-host, --admin-port"
+        listen(server, settings.admin_host, settings.admin_port, what="the admin service", options=where)
         return server
 
     def _on_ready(self, ready: bool) -> None:
@@ -190,25 +211,6 @@ class Gateway:
             cut = self.registry.cut_slow(self.settings.slow_client_timeout_s)
             if cut:
                 _log.warning("slow clients cut", extra=kv(calls=cut))
-
-
-def why_not_bindable(host: str, port: int) -> str | None:
-    """What the system says if none of the host's addresses can be bound; None if one can, now."""
-    reason = None
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        return error.strerror
-    for family, kind, protocol, _, address in found:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-        except OSError as error:
-            reason = error.strerror or str(error)
-        else:
-            return None
-    return reason
 
 
 def _add_reflection(server: grpc.aio.Server) -> None:

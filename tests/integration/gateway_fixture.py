@@ -181,6 +181,9 @@ class FakeScheduler:
         self.hellos = 0
         self.answers_hello = True
         self.silent = False
+        self.questions: list[int] = []
+        """Operations of the admin requests that came."""
+        self.answer: Callable[[wire.AdminRequest], wire.AdminReply | None] = lambda _: None
         self.status = wire.SchedulerStatus(ready=True, max_model_len=MAX_MODEL_LEN, kv_capacity_tokens=4096)
         self._tasks: set[asyncio.Task[Any]] = set()
         self.tokens_after_cancel = 0
@@ -239,6 +242,12 @@ class FakeScheduler:
             task = asyncio.get_running_loop().create_task(self.script(stream))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+        elif body == "admin_request":
+            self.questions.append(envelope.admin_request.operation)
+            reply = self.answer(envelope.admin_request)
+            if reply is not None:
+                reply.id = envelope.admin_request.id
+                self.post(admin_reply=reply)
         elif body == "cancel":
             for number in columns.unpack(envelope.cancel.streams):
                 if number in self.live:
@@ -406,7 +415,8 @@ async def running_gateway(
     hub = LoopbackHub(bound=10_000)
     link = LoopbackAsync(hub.connect(PeerId(b"gateway/test/1")))
     scheduler = FakeScheduler(hub)
-    options = GatewaySettings(model=Path("tiny"), port=0, metrics_port=0, **settings)
+    mine: dict[str, Any] = {"model": Path("tiny"), "port": 0, "metrics_port": 0, "admin_port": 0}
+    options = GatewaySettings(**mine | settings)
     info = info or tiny_info()
     identity = Identity("test", "1", "localhost", info.fingerprint)
     gateway = Gateway(options, info, tokenizer or tiny(), link, identity)

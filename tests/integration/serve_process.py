@@ -17,7 +17,8 @@ T = TypeVar("T")
 READY = "pagemill serve: ready"
 START_LIMIT_S = 90.0
 SMALL = [
-    "--port", "0", "--gateway.metrics-port=0", "--scheduler.metrics-port=0", "--executor.metrics-port=0",
+    "--port", "0", "--admin-port", "0",
+    "--gateway.metrics-port=0", "--scheduler.metrics-port=0", "--executor.metrics-port=0",
     "--kv-memory-bytes", "536870912",
 ]  # fmt: skip
 """Options under which stacks run beside each other."""

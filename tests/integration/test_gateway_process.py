@@ -42,7 +42,18 @@ class _PollableHub:
 
 
 def command(*options: str, port: int = 0) -> list[str]:
-    return [sys.executable, "-m", "scheduler_svc.gateway", "--port", str(port), "--metrics-port", "0", *options]
+    return [
+        sys.executable,
+        "-m",
+        "scheduler_svc.gateway",
+        "--port",
+        str(port),
+        "--metrics-port",
+        "0",
+        "--admin-port",
+        "0",
+        *options,
+    ]
 
 
 @dataclass
@@ -166,6 +177,7 @@ async def test_metrics_are_served_on_their_port(socket_dir: Path, free_port: Any
         (["--model", "/nowhere"], "no model at /nowhere"),
         (["--model", "MODEL", "--host", "0.0.0.0"], "needs --insecure"),
         (["--model", "MODEL", "--metrics-host", "0.0.0.0"], "needs --insecure"),
+        (["--model", "MODEL", "--admin-host", "0.0.0.0"], "--admin-host '0.0.0.0' is not a loopback address"),
         (["--model", "MODEL", "--scheduler-endpoint", "tcp://127.0.0.1:5560"], "--insecure"),
         (["--model", "MODEL", "--port", "70000"], "--port"),
         (["--model", "MODEL", "--no-such-option", "1"], "no-such-option"),
@@ -182,7 +194,9 @@ def test_bad_options_end_with_one_clear_line(options: list[str], says: str) -> N
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(("option", "what"), [("port", "gRPC"), ("metrics-port", "metrics")])
+@pytest.mark.parametrize(
+    ("option", "what"), [("port", "gRPC"), ("metrics-port", "metrics"), ("admin-port", "the admin service")]
+)
 @pytest.mark.model
 def test_a_taken_port_ends_with_one_clear_line(socket_dir: Path, option: str, what: str) -> None:
     with socket.socket() as taken:

@@ -18,7 +18,16 @@ def main(argv: list[str]) -> int:
     """Run `pagemill demo`; exit status 0 when the answer was streamed and everything stopped cleanly."""
     settings = load(DemoSettings, argv)
     # Any free port and no metrics: the demo must work beside a service that is already running.
-    options = ["--model", "demo", "--port", "0", "--ready-timeout-s", str(settings.ready_timeout_s)]
+    options = [
+        "--model",
+        "demo",
+        "--port",
+        "0",
+        "--admin-port",
+        "0",
+        "--ready-timeout-s",
+        str(settings.ready_timeout_s),
+    ]
     options += [f"--{role}.metrics-port=0" for role in ("gateway", "scheduler", "executor")]
     with tempfile.TemporaryDirectory(prefix="pagemill-") as directory:
         try:

@@ -77,8 +77,9 @@ def stream_answer(stream: GenerateStream, *, stats: bool) -> str:
     out("")
     if stats and generation.finished is not None:
         usage, end = generation.finished.usage, time.perf_counter()
+        cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
         err(
-            f"[{usage.prompt_tokens} prompt + {usage.completion_tokens} new tokens, finished: "
+            f"[{usage.prompt_tokens} prompt{cached} + {usage.completion_tokens} new tokens, finished: "
             f"{generation.finished.reason.value}, first text {((first or end) - start) * 1e3:.0f} ms, "
             f"total {end - start:.2f} s]"
         )

@@ -69,7 +69,7 @@ def _refusal(listener: Listener, error: OSError, rival: Listener | None) -> str:
     if rival is not None:
         return (
             f"{listener.option}: {listener.address} is also {rival.option}'s {rival.address}; "
-            "give each a port of its own (0 switches a metrics page off)"
+            "give each a port of its own (0 switches a metrics page or the admin service off)"
         )
     reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
     return f"{listener.option}: cannot listen on {listener.address}: {reason}"

@@ -214,6 +214,9 @@ def _check_times(settings: ServeSettings, loaded: Mapping[str, Any]) -> None:
 
 def _listeners(target: str, loaded: Mapping[str, Any]) -> tuple[str, ...]:
     lines = [f"gRPC on {target}"]
+    gateway = loaded[GATEWAY.name]
+    if gateway.admin_port:
+        lines.append(f"admin gRPC on {Listener('--admin-port', gateway.admin_host, gateway.admin_port).address}")
     for role in STOP_ORDER:
         settings = loaded[role.name]
         if settings.metrics_port:
@@ -229,7 +232,9 @@ def _ports(host: str, port: int, loaded: Mapping[str, Any]) -> tuple[Listener, .
         for role in STOP_ORDER
         if loaded[role.name].metrics_port
     ]
-    return (Listener("--port", host, port), *metrics)
+    gateway = loaded[GATEWAY.name]
+    admin = [Listener("--admin-port", gateway.admin_host, gateway.admin_port)] if gateway.admin_port else []
+    return (Listener("--port", host, port), *admin, *metrics)
 
 
 def _free_port(host: str) -> int:

@@ -35,9 +35,13 @@ def delta(first_index: int, ids: list[int], text: str = "", output_index: int = 
 
 
 def finished(
-    reason: pb.FinishReason = pb.FINISH_REASON_LENGTH, completion_tokens: int = 0, output_index: int = 0, **match: Any
+    reason: pb.FinishReason = pb.FINISH_REASON_LENGTH,
+    completion_tokens: int = 0,
+    output_index: int = 0,
+    cached_tokens: int = 0,
+    **match: Any,
 ) -> pb.GenerateResponse:
-    usage = pb.Usage(prompt_tokens=3, completion_tokens=completion_tokens)
+    usage = pb.Usage(prompt_tokens=3, completion_tokens=completion_tokens, cached_tokens=cached_tokens)
     return pb.GenerateResponse(
         finished=pb.Finished(output_index=output_index, reason=reason, usage=usage, bill=pb.Bill(queue_ms=5), **match)
     )

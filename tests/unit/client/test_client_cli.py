@@ -17,7 +17,7 @@ import pytest
 
 from pagemill.settings import ServiceSettings
 from pagemill.v1 import inference_pb2 as pb
-from pagemill_client import cli
+from pagemill_client import AsyncClient, cli
 from pagemill_client.config import BenchSettings, ChatSettings, DemoSettings, GenerateSettings, ServeSettings
 from pagemill_client.terminal import safe
 from tests.unit.client.fake_gateway import FakeGateway, accepted, delta, finished, refuse
@@ -63,6 +63,22 @@ async def test_options_come_from_environment_and_file(
     assert await pagemill("generate", "x", "--config", str(tmp_path / "c.toml")) == 0
     assert gateway.requests[0].sampling.top_k == 3
     assert gateway.requests[0].stopping.max_tokens == 2  # the environment is stronger than the file
+
+
+async def test_cached_tokens_are_the_callers_to_see(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    async def warm(request: pb.GenerateRequest, context: Any, attempt: int) -> None:
+        await context.write(accepted(request))
+        await context.write(delta(0, [1], "ok"))
+        await context.write(finished(completion_tokens=1, cached_tokens=2))
+
+    gateway.script = warm
+    assert await pagemill("generate", "x", "--target", gateway.target, "--stats") == 0
+    assert "3 prompt (2 cached) + 1 new tokens" in capsys.readouterr().err
+    async with AsyncClient(gateway.target) as client:
+        generation = await client.generate("x", cache_salt="mine").collect()
+    assert generation.finished is not None
+    assert generation.finished.usage.cached_tokens == 2
+    assert gateway.requests[-1].cache_salt == "mine"
 
 
 async def test_a_refusal_is_one_line_with_the_reason(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:

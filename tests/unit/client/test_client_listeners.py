@@ -14,7 +14,7 @@ from pagemill_client.listeners import Listener, check_free
 from pagemill_client.roles import OptionError
 from tests.unit.client.fake_gateway import FakeGateway
 
-NO_METRICS = ["--gateway.metrics-port=0", "--scheduler.metrics-port=0", "--executor.metrics-port=0"]
+NO_METRICS = ["--admin-port=0", "--gateway.metrics-port=0", "--scheduler.metrics-port=0", "--executor.metrics-port=0"]
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def test_a_taken_metrics_port_names_the_role(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        argv = ["--model", model, "--port=0", *NO_METRICS[:2], f"--executor.metrics-port={port}"]
+        argv = ["--model", model, "--port=0", *NO_METRICS[:3], f"--executor.metrics-port={port}"]
         assert serve.main(argv) == 2
     line = capsys.readouterr().err
     assert line.startswith(f"pagemill serve: --executor.metrics-port: cannot listen on 127.0.0.1:{port}: ")
@@ -79,7 +79,7 @@ def test_one_metrics_port_for_all_roles_names_the_clash(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     port = free_port()
-    argv = ["--model", model, "--port=0"]
+    argv = ["--model", model, "--port=0", "--admin-port=0"]
     if source == "environment":
         monkeypatch.setenv("PAGEMILL_METRICS_PORT", str(port))
     else:

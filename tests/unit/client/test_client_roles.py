@@ -67,7 +67,7 @@ def test_the_stack_is_planned_with_private_sockets(tmp_path: Path) -> None:
     assert gateway[-2:] == ["--port", port]  # a number: a restarted gateway is found at the same place
     assert port != "0"
     assert [line.split(" on ")[0] for line in stack.listeners] == [
-        "gRPC", "metrics of the gateway", "metrics of the scheduler",
+        "gRPC", "admin gRPC", "metrics of the gateway", "metrics of the scheduler",
     ]  # fmt: skip
 
 

@@ -9,10 +9,10 @@ import pytest
 from pagemill import columns
 from pagemill.engine.v1 import frontend_pb2 as wire
 from pagemill.engine.v1.sampling_pb2 import Sampling
-from pagemill.errors import Reason
+from pagemill.errors import Reason, Status
 from scheduler_svc.gateway.metrics import GatewayMetrics
 from scheduler_svc.gateway.output import EndKind, Output, StopRules
-from scheduler_svc.gateway.refusals import not_connected
+from scheduler_svc.gateway.refusals import not_connected, public_error
 from scheduler_svc.gateway.stream_table import StreamTable
 from scheduler_svc.gateway.streams import LiveStream, Replay
 from scheduler_svc.gateway.tokenizer import TextTokenizer
@@ -268,3 +268,13 @@ def test_what_is_removed_leaves_nothing(table: StreamTable) -> None:
     for number in (1, 2, 3):
         table.remove(number)
     assert (len(table), table.to_submit, table.unanswered) == (0, {}, {})
+
+
+def test_every_error_of_the_scheduler_has_a_public_reason_of_its_own() -> None:
+    codes = set(wire.StreamError.values()) - {wire.STREAM_ERROR_UNSPECIFIED}
+    reasons = {code: public_error(code, "", None).reason for code in codes}
+    assert len(set(reasons.values())) == len(codes)
+    assert [code for code, reason in reasons.items() if reason is Reason.INTERNAL] == [wire.STREAM_ERROR_INTERNAL]
+    for code in codes:
+        assert public_error(code, "", None).message
+    assert public_error(wire.STREAM_ERROR_POISON, "", None).status is Status.ABORTED
