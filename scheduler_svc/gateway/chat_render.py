@@ -103,7 +103,7 @@ class ChatRenderer:
             return _hide_all(text, filler)
         head = max((_overlap(control, text) for control in self._controls), default=0)
         tail = max((_overlap(text, control) for control in self._controls), default=0)
-        middle = text[head : len(text) - tail] if head + tail < len(text) else ""
+        middle = text[head : len(text) - tail]
         return _hide_all(text[:head], filler) + middle + _hide_all(text[head + len(middle) :], filler)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from scheduler_svc.gateway.stopper import StopMatch, Stopper
+from scheduler_svc.gateway.stopper import StopMatch, Stopper, _failure_table
 
 SMALL = st.text(alphabet="ab", max_size=30)
 STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), max_size=4)
@@ -68,6 +68,8 @@ def test_b35_only_a_real_prefix_of_a_stop_is_held_back(text: str, stops: list[st
 
 
 @given(SMALL, STOPS, st.integers(0, 12))
+@example("aaa", ["aa"], 2)
+@example("ababab", ["abab"], 5)
 def test_b43_stops_below_the_floor_are_text(text: str, stops: list[str], floor: int) -> None:
     stopper, out, stop = Stopper(stops), "", None
     for i, char in enumerate(text):
@@ -96,6 +98,21 @@ def test_include_stop_keeps_the_string(text: str, stops: list[str]) -> None:
         out += stopper.finish()
     expected = naive(text, stops)
     assert out == ("".join(expected) if expected else text)
+
+
+@given(st.text(alphabet="ab", min_size=1, max_size=12))
+@example("aabaaa")
+def test_borders_are_the_longest(text: str) -> None:
+    """The longest proper prefix of the string that ends each beginning of it."""
+    expected = [max((n for n in range(k) if text[:k].endswith(text[:n])), default=0) for k in range(len(text) + 1)]
+    assert _failure_table(text) == expected
+
+
+def test_a_stop_below_the_floor_may_be_the_beginning_of_one_behind_it() -> None:
+    stopper = Stopper(["aa"])
+    assert stopper.push("a", armed=False) == ""
+    assert stopper.push("a", armed=False) == "a"  # ordinary text, of which the last character may begin another
+    assert stopper.push("a") == StopMatch("", "aa")
 
 
 def test_b46_matching_is_linear_in_the_text() -> None:
