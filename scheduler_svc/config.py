@@ -112,6 +112,13 @@ class SchedulerSettings(ServiceSettings):
         description="waiting prompt tokens beyond this are refused with QUEUE_FULL; the default is about 2 GB of ids",
     )
 
+    max_pending_tokens: int = Field(
+        default=262_144,
+        ge=1,
+        le=100_000_000,
+        description="generated tokens that wait for a gateway which does not read, before it is detached; its streams "
+        "go on in its next session",
+    )
     lease_ms: int = Field(
         default=2_000,
         ge=100,
@@ -180,5 +187,6 @@ class SchedulerSettings(ServiceSettings):
             hello_timeout_s=self.hello_timeout_s,
             no_executor_grace_s=self.no_executor_grace_s,
             drain_timeout_s=self.drain_timeout_s,
+            max_pending_tokens=self.max_pending_tokens,
             check_every_plans=self.check_every_plans,
         )

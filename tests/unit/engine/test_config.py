@@ -69,3 +69,7 @@ def test_metrics_beyond_loopback_are_served_when_told_so(monkeypatch: pytest.Mon
     monkeypatch.setenv("PAGEMILL_INSECURE", "true")
     monkeypatch.setenv("PAGEMILL_METRICS_HOST", "0.0.0.0")
     assert load(SchedulerSettings, []).metrics_host == "0.0.0.0"
+
+
+def test_what_waits_for_a_slow_gateway_is_the_operators_to_bound() -> None:
+    assert load(SchedulerSettings, ["--max-pending-tokens", "60"]).engine().max_pending_tokens == 60
