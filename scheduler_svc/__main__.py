@@ -12,6 +12,7 @@ import time
 from pagemill import logs
 from pagemill.endpoints import EndpointError
 from pagemill.logs import kv
+from pagemill.processes import age_s
 from pagemill.settings import load
 from pagemill.zmq_links import EXECUTOR_BOUND, GATEWAY_BOUND, Waiter, ZmqHub
 from scheduler_svc import metrics
@@ -99,9 +100,16 @@ def _run(settings: SchedulerSettings, gateway_hub: ZmqHub, executor_hub: ZmqHub)
         except OSError as error:
             where = f"{settings.metrics_host}:{settings.metrics_port}"
             raise EndpointError(f"metrics cannot listen on {where}: {error.strerror}") from error
+    engine.counters.startup_seconds["ready"] = startup_s = age_s()
     log.info(
         "ready",
-        extra=kv(gateways=gateway_hub.endpoint, executors=executor_hub.endpoint, metrics_port=port, pid=os.getpid()),
+        extra=kv(
+            gateways=gateway_hub.endpoint,
+            executors=executor_hub.endpoint,
+            metrics_port=port,
+            pid=os.getpid(),
+            startup_s=round(startup_s, 3),
+        ),
     )
     return engine.run()
 

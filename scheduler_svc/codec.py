@@ -264,6 +264,7 @@ _ERROR: dict[FinishReason, tuple[fe.StreamError, str]] = {
     FinishReason.DEADLINE: (fe.STREAM_ERROR_DEADLINE, "the deadline has passed"),
     FinishReason.NUMERICAL: (fe.STREAM_ERROR_NUMERICAL, "the model gave no finite numbers for this request"),
     FinishReason.INTERNAL: (fe.STREAM_ERROR_INTERNAL, "the request could not be computed"),
+    FinishReason.POISON: (fe.STREAM_ERROR_POISON, "executors died while they ran this request"),
     FinishReason.NO_FIT: (
         fe.STREAM_ERROR_PROMPT_EXCEEDS_KV_CAPACITY,
         "the executor that is connected now has no room for the prompt and the output so far",
@@ -273,6 +274,7 @@ _REFUSAL: dict[RefusalReason, fe.StreamError] = {
     RefusalReason.PROMPT_EXCEEDS_KV_CAPACITY: fe.STREAM_ERROR_PROMPT_EXCEEDS_KV_CAPACITY,
     RefusalReason.CONTEXT_LENGTH: fe.STREAM_ERROR_CONTEXT_LENGTH,
     RefusalReason.QUEUE_FULL: fe.STREAM_ERROR_QUEUE_FULL,
+    RefusalReason.POISON: fe.STREAM_ERROR_POISON,
 }
 
 

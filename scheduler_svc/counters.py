@@ -47,7 +47,18 @@ class Histogram:
 
 # A label value that has not occurred yet is published as 0, so that rates and alerts exist before the first case.
 _STALE = ("malformed", "protocol", "stale_epoch", "duplicate", "no_session", "duplicate_result", "result_gap")
-_OUTCOMES = ("stop", "length", "cancelled", "queue_timeout", "deadline", "numerical", "internal", "queue_full")
+_VIOLATIONS = ("books", "mapped_blocks")
+_OUTCOMES = (
+    "stop",
+    "length",
+    "cancelled",
+    "queue_timeout",
+    "deadline",
+    "numerical",
+    "internal",
+    "poison",
+    "queue_full",
+)
 
 
 def _zeros(kinds: tuple[str, ...]) -> Counter[str]:
@@ -72,6 +83,8 @@ class EngineCounters:
     """From a plan's leaving to its result's arrival, less what the executor spent on it."""
     execute_seconds: Histogram = field(default_factory=_seconds)
     """As the executor reports it."""
+    swap_seconds: Histogram = field(default_factory=_seconds)
+    """Time in copies between device and host, of steps that had any; as the executor reports it."""
     step_tokens: Histogram = field(default_factory=_counts)
     step_rows: Histogram = field(default_factory=_counts)
     plans_sent: int = 0
@@ -89,7 +102,15 @@ class EngineCounters:
     """Gateways given up, by reason."""
     faults: int = 0
     """Exceptions that were contained."""
-    invariant_violations: int = 0
+    violations: Counter[str] = field(default_factory=lambda: _zeros(_VIOLATIONS))
+    """Mismatches found in the books, by kind."""
+    startup_seconds: dict[str, float] = field(default_factory=dict)
+    """Duration of the start of the process, by phase."""
+
+    @property
+    def invariant_violations(self) -> int:
+        """Mismatches of all kinds."""
+        return self.violations.total()
 
 
 class RateMeter:

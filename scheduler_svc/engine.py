@@ -20,6 +20,8 @@ from pagemill.engine.v1 import frontend_pb2 as pb
 from pagemill.links import HubLink
 from pagemill.logs import kv
 from pagemill.zmq_links import Waiter
+from scheduler_svc import admin
+from scheduler_svc.audit import Audit
 from scheduler_svc.config import EngineConfig
 from scheduler_svc.core.params import SchedulerConfig
 from scheduler_svc.core.scheduler import Scheduler
@@ -35,8 +37,6 @@ FRAMES_PER_ROUND = 64
 """Frames read from one side in one round, so that a flood from one cannot keep the other waiting."""
 BACKLOG_RETRY_S = 0.005
 """A full link says nothing when it has room again, so it is tried this often."""
-CHECK_EVERY_PLANS = 10_000
-_IDLE_CHECK_S = 1.0
 _MIN_RETRY_MS, _MAX_RETRY_MS, _UNKNOWN_RETRY_MS = 100, 60_000, 1_000
 
 
@@ -69,6 +69,7 @@ class Engine:
         self._executor_hub, self._gateway_hub = executor_hub, gateway_hub
         self._clock = clock
         self._wait = wait or Waiter([executor_hub, gateway_hub]).wait
+        self._audit = Audit(self.counters, config.check_every_plans)
         core = Scheduler(core_config)
         epochs = EpochSource(first_epoch)
         self.gateways = GatewayPort(
@@ -83,14 +84,13 @@ class Engine:
             emit=self.gateways.deliver,
             required_fingerprint=self.gateways.fingerprint,
             clock=clock,
+            audit=self._audit,
         )
         self._announced: tuple[object, ...] = ()
         self._num_stops = 0
         self._drain_until = 0.0
         self._core_faults = 0
         self._grace_spent = False
-        self._next_check = CHECK_EVERY_PLANS
-        self._idle_since: float | None = None
 
     @property
     def core(self) -> Scheduler:
@@ -203,26 +203,23 @@ class Engine:
             self.executors.restart(now, f"fault {fault_id}")
         except Exception:  # an executor this build cannot talk to: without it, the next one may do
             log.exception("session cannot be restarted", extra=kv(fault=fault_id))
-            self.executors.detach(now, f"fault {fault_id}")
+            self.executors.detach(now, f"fault {fault_id}", died=False)
 
     def _check_books(self, now: float, sent: bool) -> None:
-        """Check conservation once per pause and every `CHECK_EVERY_PLANS` plans; a mismatch heals, it never kills."""
-        if sent or self.core.num_inflight_plans:
-            self._idle_since = None
-        elif self._idle_since is None:
-            self._idle_since = now
-        is_paused = self._idle_since is not None and now - self._idle_since > _IDLE_CHECK_S
-        if self.counters.plans_sent < self._next_check and not (is_paused and self._has_new_plans()):
-            return
-        self._next_check = self.counters.plans_sent + CHECK_EVERY_PLANS
-        problems = self.core.check_invariants()
-        if problems:
-            self.counters.invariant_violations += len(problems)
-            log.error("invariants violated", extra=kv(count=len(problems), first=problems[0]))
+        """Check conservation when it is time; a mismatch heals, it never kills."""
+        is_busy = sent or self.core.num_inflight_plans > 0
+        if self._audit.is_due(now, is_busy=is_busy) and self._audit.check(self.core, now):
             self._reset_core(now, "invariants")
 
-    def _has_new_plans(self) -> bool:
-        return self.counters.plans_sent + CHECK_EVERY_PLANS > self._next_check
+    def admin(self, operation: int, now: float) -> pb.AdminReply:
+        """As `Front.admin`."""
+        if operation == pb.ADMIN_OPERATION_CHECK_INVARIANTS:
+            return admin.found(self._audit.check_unless_fresh(self.core, now))
+        if operation == pb.ADMIN_OPERATION_FLUSH_PREFIX_CACHE:
+            return admin.flushed(self.core)
+        if operation == pb.ADMIN_OPERATION_GET_LOAD:
+            return admin.load(self.core.stats())
+        return pb.AdminReply(error="this scheduler does not know the operation")
 
     # Admission (Front)
 

@@ -18,14 +18,17 @@ from pagemill.engine.v1 import executor_pb2 as pb
 from pagemill.framing import PROTOCOL, Channel
 from pagemill.links import HubLink, PeerId, SendOutcome
 from pagemill.logs import STEP_ID, kv
+from scheduler_svc.audit import Audit
 from scheduler_svc.codec import WireError, decode_limits, decode_result, encode_plan
 from scheduler_svc.config import EngineConfig
 from scheduler_svc.core.events import Event
 from scheduler_svc.core.plan import StepStatus
+from scheduler_svc.core.preemption import Action, Reason
 from scheduler_svc.core.results import ResultMismatchError
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.counters import EngineCounters, RateMeter
 from scheduler_svc.executor_session import ExecutorSession, SentPlan, Strangers, state_name
+from scheduler_svc.explain import explain, explain_preemptions
 from scheduler_svc.sessions import Clock, EpochSource, peer_name, plain, refuse_hello
 
 log = logging.getLogger(__name__)
@@ -50,6 +53,7 @@ class ExecutorPort:
         emit: Callable[[list[Event]], None],
         required_fingerprint: Callable[[], str | None],
         clock: Clock,
+        audit: Audit,
     ) -> None:
         self.core = core
         self.session: ExecutorSession | None = None
@@ -63,8 +67,11 @@ class ExecutorPort:
         self._emit = emit
         self._required_fingerprint = required_fingerprint
         self._clock = clock
+        self._audit = audit
         self._strangers = Strangers(lease_s=config.lease_s, hello_timeout_s=config.hello_timeout_s, counters=counters)
         self._failures = 0
+        self._preempted: dict[tuple[Action, Reason], int] = {}
+        """Preemptions that the log has told of; kept up at level debug only."""
 
     @property
     def has_backlog(self) -> bool:
@@ -114,7 +121,7 @@ class ExecutorPort:
         elif body == "nack":
             self._on_nack(session, envelope.nack.last_step_id, now)
         elif body == "goodbye":
-            self.detach(now, f"it left: {plain(envelope.goodbye.reason)}")
+            self.detach(now, f"it left: {plain(envelope.goodbye.reason)}", died=False)
         else:
             self._counters.stale["unexpected"] += 1
 
@@ -135,7 +142,7 @@ class ExecutorPort:
             self._hub.send(peer, reject.pack(reject=pb.Reject(reason=reason)))
             return
         if self.session is not None:
-            self.detach(now, "it said hello again")
+            self.detach(now, "it said hello again", died=False)
         self._strangers.forget(peer)
         session = ExecutorSession(peer, hello, limits, last_heard=now)
         self._emit(self.core.attach_executor(limits, now))
@@ -175,6 +182,7 @@ class ExecutorPort:
         session.sent.clear()
         session.outbox.clear()
         session.num_resends = 0
+        session.has_broken_lanes = False
         session.state = pb.EXECUTOR_STATE_IDLE
         session.applied_step_id = self.core.next_step_id - 1
         session.next_heartbeat = now + self._config.heartbeat_s
@@ -203,14 +211,14 @@ class ExecutorPort:
         )
         self._open(session, 0, now)
 
-    def detach(self, now: float, reason: str) -> None:
-        """No executor from now on; what ran waits to be computed again."""
+    def detach(self, now: float, reason: str, *, died: bool = True) -> None:
+        """No executor from now on; what ran waits to be computed again, and is suspected if the executor died of it."""
         if self.session is None:
             return
         log.warning("executor detached", extra=kv(executor=peer_name(self.session.peer), reason=reason))
         self.session = None
         self.absent_since = now
-        self._emit(self.core.detach_executor(now))
+        self._emit(self.core.detach_executor(now, died=died))
 
     # Plans and results
 
@@ -228,12 +236,15 @@ class ExecutorPort:
                 break
             message = encode_plan(plan)
             frame = session.channel.pack(plan=message)
+            if log.isEnabledFor(logging.DEBUG):
+                self._preempted = explain_preemptions(plan.step_id, self.core.stats(), self._preempted)
             self._counters.schedule_seconds.observe(self._clock() - begin)
             if session.sent:
                 self._counters.plans_sent_ahead += 1
             else:
                 session.progress_at = now
-            session.sent.append(SentPlan(plan.step_id, message, plan.num_tokens, plan.num_rows, now))
+            num_mapped = self.core.num_mapped_blocks() if self._audit.wants_mapped_blocks() else None
+            session.sent.append(SentPlan(plan.step_id, message, plan.num_tokens, plan.num_rows, now, num_mapped))
             self._counters.plans_sent += 1
             self._send(session, frame)
             sent_any = True
@@ -262,18 +273,36 @@ class ExecutorPort:
         if result.status is StepStatus.FAILED:  # the core has lost and attached it already
             log.error("step failed", extra=kv(**{STEP_ID: message.step_id}, executor=peer_name(session.peer)))
             self._reopen(session, now, "a step failed")
-        else:
-            self._failures = 0
+            return
+        self._failures = 0
+        session.has_broken_lanes |= result.status is not StepStatus.OK
+        self._compare_mapped(session, plan, message.num_mapped_blocks, now)
+
+    def _compare_mapped(self, session: ExecutorSession, plan: SentPlan, num_mapped: int, now: float) -> None:
+        """Heal by a new session when the executor's tables are not what the plans made of them. 0: it does not say."""
+        expected = plan.num_mapped_blocks
+        if expected is None or num_mapped in (0, expected) or session.has_broken_lanes:
+            return
+        self._counters.violations["mapped_blocks"] += 1
+        log.error(
+            "executor holds other blocks than the plans gave it",
+            extra=kv(**{STEP_ID: plan.step_id}, executor=peer_name(session.peer), mapped=num_mapped, expected=expected),
+        )
+        self.restart(now, f"{num_mapped} blocks are mapped after step {plan.step_id}, not {expected}")
 
     def _close_step(self, session: ExecutorSession, plan: SentPlan, message: pb.StepResult, now: float) -> None:
         counters = self._counters
         execute_s = message.execute_us / 1e6
         counters.execute_seconds.observe(execute_s)
+        if message.copy_us:
+            counters.swap_seconds.observe(message.copy_us / 1e6)
         counters.wire_seconds.observe(max(0.0, now - plan.sent_at - message.wait_us / 1e6 - execute_s))
         counters.step_tokens.observe(plan.num_tokens)
         counters.step_rows.observe(plan.num_rows)
         if plan.num_tokens:
             self.rate.add(plan.num_tokens, max(1e-6, now - max(plan.sent_at, session.progress_at)))
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("step", extra=kv(**explain(plan, message, self.core.stats(), now)))
         session.sent.popleft()
         session.applied_step_id = plan.step_id
         session.progress_at = now

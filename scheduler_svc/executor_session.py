@@ -28,6 +28,8 @@ class SentPlan:
     num_tokens: int
     num_rows: int
     sent_at: float
+    num_mapped_blocks: int | None = None
+    """What the executor must have mapped after it; None: not worked out for this plan."""
 
 
 @dataclass(slots=True)
@@ -48,6 +50,8 @@ class ExecutorSession:
     progress_at: float = 0.0
     """When the oldest plan in flight was sent (again), or the last result came."""
     num_resends: int = 0
+    has_broken_lanes: bool = False
+    """A row failed: what the executor has mapped may differ from what the scheduler expects."""
     next_heartbeat: float = 0.0
     hold_until: float = 0.0
 

@@ -57,6 +57,7 @@ class GatewayPort:
         self._handlers: dict[str, Callable[[GatewaySession, pb.FrontendEnvelope, float], None]] = {
             "submit": self._on_submit,
             "cancel": self._on_cancel,
+            "admin_request": self._on_admin,
             "heartbeat": lambda session, envelope, now: None,
             "goodbye": lambda session, envelope, now: self.drop(session, now, "left"),
         }
@@ -194,6 +195,11 @@ class GatewayPort:
             seq_id = session.streams.get(stream)
             if seq_id is not None:
                 self.deliver(self.core.cancel(seq_id, now))
+
+    def _on_admin(self, session: GatewaySession, envelope: pb.FrontendEnvelope, now: float) -> None:
+        reply = self._front.admin(envelope.admin_request.operation, now)
+        reply.id = envelope.admin_request.id
+        session.replies.append({"admin_reply": reply})
 
     # Events out
 

@@ -38,6 +38,10 @@ class Front(Protocol):
         """When the queue will probably have been worked off."""
         ...
 
+    def admin(self, operation: int, now: float) -> pb.AdminReply:
+        """The answer to an operator's question, of any number; without its id."""
+        ...
+
     def vocab_size(self) -> int | None:
         """Number of token ids, None while unknown."""
         ...

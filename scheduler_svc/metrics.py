@@ -6,6 +6,7 @@ neighbouring rounds, never a torn value.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -15,6 +16,8 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from scheduler_svc import admin
+from scheduler_svc.core.preemption import Action, Reason
 from scheduler_svc.counters import Histogram
 from scheduler_svc.engine import Engine
 
@@ -24,12 +27,17 @@ class EngineCollector(Collector):
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._swapped: Counter[str] = Counter({"out": 0, "in": 0})
+        """Bytes by direction, and blocks by direction at the last reading: sizes of blocks differ between executors."""
+        self._seen: Counter[str] = Counter()
 
     def collect(self) -> Iterable[Metric]:
         """One reading."""
         yield from self._queues()
         yield from self._steps()
-        yield from self._blocks()
+        yield from self._executors()
+        yield from self._memory()
+        yield from self._cache()
         yield from self._troubles()
 
     def _queues(self) -> Iterable[Metric]:
@@ -39,10 +47,22 @@ class EngineCollector(Collector):
         yield _gauge("running_requests", "Requests running.", stats.running)
         yield _counter("requests", "Streams that ended or were refused.", ("outcome",), self._engine.counters.outcomes)
         yield _counter("generated_tokens", "Output tokens.", (), {"": stats.generated_tokens_total})
-        prompt = {"computed": stats.prefill_tokens_total}
-        yield _counter("prompt_tokens", "Prompt and recomputed tokens.", ("source",), prompt)
-        recompute = {("recompute", "memory"): stats.num_preemptions_total}
-        yield _counter("preemptions", "Running requests sent back to wait.", ("action", "reason"), recompute)
+        yield _gauge("swapped_requests", "Waiting requests whose KV is in host memory.", stats.swapped)
+        prompt = {
+            "computed": stats.prefill_tokens_total,
+            "cached": stats.cached_tokens_total,
+            "swapped": stats.swapped_tokens_total,
+        }
+        yield _counter("prompt_tokens", "Positions filled when requests start or resume.", ("source",), prompt)
+        recomputed = {"": stats.recomputed_tokens_total}
+        yield _counter("recomputed_tokens", "Of those, computed again after a preemption or a loss.", (), recomputed)
+        preemptions = {(action.value, reason.value): 0 for action in Action for reason in Reason}
+        for (action, reason), count in stats.preemptions_total.items():
+            preemptions[action.value, reason.value] = count
+        yield _counter("preemptions", "Running requests sent back to wait.", ("action", "reason"), preemptions)
+        forecast, regret = stats.preemption_forecast_s_total, stats.preemption_regret_s_total
+        yield _counter("preemption_forecast_seconds", "What preemptions were expected to cost.", (), {"": forecast})
+        yield _counter("preemption_regret_seconds", "What they cost beyond that.", (), {"": regret})
 
     def _steps(self) -> Iterable[Metric]:
         counters = self._engine.counters
@@ -56,6 +76,7 @@ class EngineCollector(Collector):
             _add_histogram(seconds, [phase], histogram)
         yield seconds
         for name, text, histogram in (
+            ("swap_seconds", "Time in copies between device and host, of steps that had any.", counters.swap_seconds),
             ("step_tokens", "Tokens computed per step.", counters.step_tokens),
             ("step_rows", "Sequences per step.", counters.step_rows),
         ):
@@ -66,17 +87,38 @@ class EngineCollector(Collector):
         text = "Step plans sent while the result of an earlier one was not in."
         yield _counter("plans_sent_ahead", text, (), {"": counters.plans_sent_ahead})
 
-    def _blocks(self) -> Iterable[Metric]:
+    def _executors(self) -> Iterable[Metric]:
+        executors = GaugeMetricFamily("pagemill_executors", "Executors by state.", labels=["state"])
+        executors.add_metric(["ready"], int(self._engine.executors.session is not None))
+        yield executors
+        startup = GaugeMetricFamily("pagemill_startup_seconds", "Duration of start by phase.", labels=["phase"])
+        for phase, seconds in self._engine.counters.startup_seconds.items():
+            startup.add_metric([phase], seconds)
+        yield startup
+
+    def _memory(self) -> Iterable[Metric]:
         stats = self._engine.core.stats()
         session = self._engine.executors.session
-        executors = GaugeMetricFamily("pagemill_executors", "Executors by state.", labels=["state"])
-        executors.add_metric(["ready"], int(session is not None))
-        yield executors
         blocks = GaugeMetricFamily("pagemill_kv_blocks", "KV blocks by state.", labels=["executor", "tier", "state"])
         name = "none" if session is None else session.name
-        for state in ("free", "used", "cached", "in_flight"):
-            blocks.add_metric([name, "device", state], getattr(stats, f"blocks_{state}"))
+        for tier in admin.tiers(stats):
+            for state in ("free", "used", "cached", "in_flight", "reserved"):
+                blocks.add_metric([name, tier.tier, state], getattr(tier, state))
         yield blocks
+
+    def _cache(self) -> Iterable[Metric]:
+        stats = self._engine.core.stats()
+        evictions = {"device": stats.evictions_total, "host": stats.host_evictions_total}
+        yield _counter("kv_evictions", "Cached KV blocks given up for other content.", ("tier",), evictions)
+        hits, queries = {"": stats.prefix_hit_tokens_total}, {"": stats.prefix_query_tokens_total}
+        yield _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", (), hits)
+        yield _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", (), queries)
+        session = self._engine.executors.session
+        size = 0 if session is None else session.limits.bytes_per_block
+        for way, blocks in (("out", stats.swapped_out_blocks_total), ("in", stats.swapped_in_blocks_total)):
+            self._swapped[way] += max(0, blocks - self._seen[way]) * size
+            self._seen[way] = blocks
+        yield _counter("swap_bytes", "Bytes copied between device and host.", ("direction",), self._swapped)
 
     def _troubles(self) -> Iterable[Metric]:
         counters = self._engine.counters
@@ -87,8 +129,8 @@ class EngineCollector(Collector):
         yield _counter("executor_stalls", "Frames an executor's link did not take at once.", (), stalls)
         yield _counter("plans_resent", "Step plans sent again.", (), {"": counters.plans_resent})
         yield _counter("faults", "Exceptions that were contained.", (), {"": counters.faults})
-        violations = {"": counters.invariant_violations}
-        yield _counter("invariant_violations", "Mismatches found in the books.", (), violations)
+        violations = counters.violations
+        yield _counter("invariant_violations", "Mismatches found in the books.", ("kind",), violations)
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
@@ -96,7 +138,7 @@ def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
 
 
 def _counter(
-    name: str, text: str, labels: tuple[str, ...], values: Mapping[str, int] | Mapping[tuple[str, str], int]
+    name: str, text: str, labels: tuple[str, ...], values: Mapping[str, float] | Mapping[tuple[str, str], float]
 ) -> CounterMetricFamily:
     """A counter; the keys of `values` are label values, "" when there are no labels."""
     family = CounterMetricFamily(f"pagemill_{name}", text, labels=labels)

@@ -11,6 +11,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1
@@ -28,6 +29,16 @@ def die_with_parent(sig: signal.Signals = signal.SIGKILL, parent: int | None = N
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(sig), 0, 0, 0)
     if os.getppid() != parent:  # it died before the line above, so no signal will come
         os.kill(os.getpid(), sig)
+
+
+def age_s() -> float:
+    """Seconds since this process began, the interpreter's start included; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/stat", "rb") as file:
+            started_ticks = int(file.read().rpartition(b")")[2].split()[19])
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, AttributeError, ValueError, IndexError):
+        return 0.0
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from scheduler_svc.counters import Histogram, RateMeter
 from scheduler_svc.metrics import EngineCollector
 from scheduler_svc.sessions import MAX_EPOCH, EpochSource, plain
+from tests.oracles.base import Geometry
 from tests.oracles.kv import KvExecutor
 from tests.oracles.rig import LockstepRig
 
@@ -25,6 +26,13 @@ PUBLIC = {
     "pagemill_executors",
     "pagemill_stale_messages_total",
     "pagemill_invariant_violations_total",
+    "pagemill_swapped_requests",
+    "pagemill_startup_seconds",
+    "pagemill_kv_evictions_total",
+    "pagemill_prefix_cache_hits_total",
+    "pagemill_prefix_cache_queries_total",
+    "pagemill_swap_bytes_total",
+    "pagemill_swap_seconds_bucket",
 }
 
 
@@ -61,6 +69,7 @@ def test_words_of_a_peer_fit_a_log_line() -> None:
 def test_metrics_tell_what_happened() -> None:
     rig = LockstepRig()
     rig.add_executor(KvExecutor)
+    rig.engine.counters.startup_seconds["ready"] = 0.5
     gateway = rig.add_gateway()
     rig.turn(3)
     for seed in range(3):
@@ -68,21 +77,71 @@ def test_metrics_tell_what_happened() -> None:
     gateway.submit([1], max_tokens=0)
     rig.finish()
     rig.turn(20)
-    registry = CollectorRegistry()
-    registry.register(EngineCollector(rig.engine))
-    samples = {
-        (sample.name, *sorted(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(generate_latest(registry).decode())
-        for sample in family.samples
-    }
+    samples = samples_of(rig)
     assert {name for name, *_ in samples} >= PUBLIC
     assert samples["pagemill_requests_total", ("outcome", "length")] == 3
     assert samples["pagemill_requests_total", ("outcome", "internal")] == 1
     assert samples["pagemill_generated_tokens_total",] == 15
     assert samples["pagemill_prompt_tokens_total", ("source", "computed")] == 9
     assert samples["pagemill_executors", ("state", "ready")] == 1
+    for source in ("cached", "swapped"):
+        assert samples["pagemill_prompt_tokens_total", ("source", source)] == 0
+    assert samples["pagemill_startup_seconds", ("phase", "ready")] == 0.5
+    assert samples["pagemill_preemptions_total", ("action", "swap"), ("reason", "memory")] == 0
+    assert samples["pagemill_invariant_violations_total", ("kind", "mapped_blocks")] == 0
+    assert samples["pagemill_kv_evictions_total", ("tier", "device")] == 0
+    assert samples["pagemill_swap_bytes_total", ("direction", "out")] == 0
     labels = (("executor", "oracle"), ("state", "free"), ("tier", "device"))
     assert samples["pagemill_kv_blocks", *labels] == 64
     plans = samples["pagemill_plans_sent_total",]
     assert samples["pagemill_step_seconds_count", ("phase", "execute")] == plans
     assert samples["pagemill_step_tokens_sum",] >= 9 + 3 * 4
+
+
+def samples_of(rig: LockstepRig) -> dict[tuple[object, ...], float]:
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(rig.engine))
+    return {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(generate_latest(registry).decode())
+        for sample in family.samples
+    }
+
+
+def test_metrics_of_the_prefix_cache_count_tokens() -> None:
+    rig = LockstepRig()
+    rig.add_executor(KvExecutor, Geometry(num_blocks=12))
+    gateway = rig.add_gateway()
+    for _ in range(2):  # the second finds the first one's blocks, but for the last token's
+        gateway.submit(range(32), max_tokens=2)
+        rig.finish()
+    gateway.submit(range(500, 580), max_tokens=2)  # needs what they left
+    rig.finish()
+    samples = samples_of(rig)
+    assert samples["pagemill_prefix_cache_queries_total",] == 32 + 32 + 80
+    assert samples["pagemill_prefix_cache_hits_total",] == 24
+    assert samples["pagemill_prompt_tokens_total", ("source", "cached")] == 24
+    assert samples["pagemill_prompt_tokens_total", ("source", "computed")] == 32 + 8 + 80
+    assert samples["pagemill_kv_evictions_total", ("tier", "device")] > 0
+    (ended,) = [record.ended for record in gateway.streams.values() if record.stream == 2]
+    assert ended is not None
+    assert ended.cached_tokens == 24
+
+
+def test_a_step_and_a_preemption_are_explained_by_one_debug_line_each(caplog: pytest.LogCaptureFixture) -> None:
+    rig = LockstepRig()
+    rig.add_executor(KvExecutor, Geometry(num_blocks=12))
+    gateway = rig.add_gateway()
+    with caplog.at_level("DEBUG", logger="scheduler_svc"):
+        for seed in range(6):
+            gateway.submit([seed] * 20, max_tokens=40)
+        rig.finish()
+    facts: dict[str, list[dict[str, object]]] = {"step": [], "preempted": []}
+    for record in caplog.records:
+        facts.get(record.message, []).append(record.kv)  # type: ignore[attr-defined]
+    assert len(facts["step"]) == rig.engine.counters.plans_sent
+    keys = {"step_id", "tokens", "rows", "running", "waiting", "free_blocks", "preemptions", "ms", "execute_ms"}
+    assert all(keys <= set(fact) for fact in facts["step"])
+    stats = rig.engine.core.stats()
+    assert sum(int(str(fact["count"])) for fact in facts["preempted"]) == stats.num_preemptions_total > 0
+    assert {fact["reason"] for fact in facts["preempted"]} == {"memory"}
