@@ -39,6 +39,7 @@ from pagemill.columns import unpack
 from pagemill.model_files import find_demo_model, read_model_info
 from scheduler_svc.core.params import HostCache, PreemptionMode, SchedulerConfig
 from scheduler_svc.core.stats import SchedulerStats
+from scheduler_svc.executor_session import ExecutorSession
 from tests.oracles.base import Geometry, Pace
 from tests.oracles.expected import expected_output
 from tests.oracles.gateway import FakeGateway
@@ -295,10 +296,23 @@ class RealExecutor:
             "--max-num-seqs", str(args.requests),
             "--metrics-port", "0",
             "--copy-bytes-per-s", str(copy_bytes_per_s),
-            "--die-with-parent", "true",
+            "--die-with-parent",
             *args.executor_option,
         ]  # fmt: skip
         self._process = subprocess.Popen(command)
+
+    def wait_for(self, rig: LiveRig) -> ExecutorSession:
+        """Its session with this scheduler; RuntimeError when it ends instead."""
+
+        def is_there() -> bool:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"the executor ended with status {self._process.returncode}")
+            return rig.engine.executors.session is not None
+
+        rig.until(is_there, limit_s=180.0)
+        session = rig.engine.executors.session
+        assert session is not None
+        return session
 
     def close(self) -> None:
         self._process.terminate()
@@ -313,19 +327,19 @@ def run_real(args: argparse.Namespace) -> list[dict[str, Any]]:
     found = []
     with tempfile.TemporaryDirectory(prefix="pm-", dir="/tmp") as directory:
         recompute_s, bytes_per_block = probe(args, directory, num_blocks)
+
+        def turn_of(executor: RealExecutor, mode: PreemptionMode) -> Turn:
+            with live_rig(core_config(args, mode), directory) as (rig, _):
+                executor.wait_for(rig)
+                gateway = rig.add_gateway(fingerprint=info.fingerprint)
+                served = serve(args, rig, gateway, requests, vocab_size)
+                return summary(gateway, *served, bytes_per_block, 0)
+
         for name, ratio in chosen(args):
             copy_bytes_per_s = bytes_per_block / (ratio * recompute_s / 2)
             executor = RealExecutor(args, directory, num_blocks, copy_bytes_per_s)
             try:
-
-                def turn(mode: PreemptionMode) -> Turn:
-                    with live_rig(core_config(args, mode), directory) as (rig, _):
-                        rig.until(lambda: rig.engine.executors.session is not None, limit_s=120.0)
-                        gateway = rig.add_gateway(fingerprint=info.fingerprint)
-                        served = serve(args, rig, gateway, requests, vocab_size)
-                        return summary(gateway, *served, bytes_per_block, 0)
-
-                found.append(take_turns(args, name, ratio, turn))
+                found.append(take_turns(args, name, ratio, partial(turn_of, executor)))
             finally:
                 executor.close()
     return found
@@ -336,9 +350,7 @@ def probe(args: argparse.Namespace, directory: str, num_blocks: int) -> tuple[fl
     executor = RealExecutor(args, directory, num_blocks, 0.0)
     try:
         with live_rig(core_config(args, PreemptionMode.AUTO), directory) as (rig, _):
-            rig.until(lambda: rig.engine.executors.session is not None, limit_s=120.0)
-            session = rig.engine.executors.session
-            assert session is not None
+            session = executor.wait_for(rig)
             print(f"the executor reports {session.limits}", file=sys.stderr)
             return session.limits.block_size / session.limits.prefill_tokens_per_s, session.limits.bytes_per_block
     finally:
