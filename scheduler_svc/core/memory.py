@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Ids
 
 from cache_svc.blocks.pool import BlockPool
+from cache_svc.blocks.residency import ResidencySampler
 from scheduler_svc.core.copies import Copies, Transfer
 from scheduler_svc.core.limits import StepLimits
 from scheduler_svc.core.params import HostCache
@@ -30,12 +31,25 @@ They are copied when somebody takes them, so the batch that writes them waits fo
 class KvMemory:
     """The pools, the prefix index and the copies of one executor."""
 
-    __slots__ = ("_keeps_evicted", "_most_kept", "_writes_through", "copies", "device", "host", "prefix")
+    __slots__ = (
+        "_keeps_evicted",
+        "_most_kept",
+        "_residency",
+        "_writes_through",
+        "copies",
+        "device",
+        "host",
+        "now",
+        "prefix",
+    )
 
-    def __init__(self, limits: StepLimits) -> None:
+    def __init__(self, limits: StepLimits, residency: ResidencySampler | None = None) -> None:
         self.device = BlockPool(limits.num_blocks)
         self.host = BlockPool(limits.num_host_blocks) if limits.num_host_blocks else None
         self.copies = Copies(self.device, self.host)
+        self.now = 0.0
+        """Seconds, of the verb that is at work; only the sampler of residency looks at it."""
+        self._residency = residency
         is_kept = self.host is not None and limits.prefix_cache and limits.costs.does_swap_in_pay
         self._most_kept = limits.num_blocks_in(KEPT_SHARE) if is_kept else 0
         self._keeps_evicted = is_kept and limits.host_cache is HostCache.ON_EVICT
@@ -50,19 +64,29 @@ class KvMemory:
 
     def allocate(self, num_blocks: int, *, reserved: bool = False) -> list[int] | None:
         """As `BlockPool.allocate` on the device; content that must go for it may move to the host tier."""
-        if not self._keeps_evicted:
-            return self.device.allocate(num_blocks, reserved=reserved)
         evicted: list[tuple[int, bytes]] = []
         block_ids = self.device.allocate(num_blocks, reserved=reserved, evicted=evicted)
         for block_id, key in evicted:
-            self._keep(block_id, key)
+            if self._residency is not None:
+                self._residency.evicted(block_id, self.now)
+            if self._keeps_evicted:
+                self._keep(block_id, key)
         return block_ids
 
     def publish(self, seq: Sequence, num_positions: int) -> None:
         """The results of the sequence's positions up to there are in."""
         for block_id, key in self.prefix.publish(seq, num_positions):
+            if self._residency is not None:
+                self._residency.published(block_id, self.now)
             if self._writes_through:
                 self._keep(block_id, key)
+
+    def use_again(self, block_ids: list[int]) -> None:
+        """A sequence starts on blocks that are there."""
+        self.device.retain(block_ids)
+        if self._residency is not None:
+            for block_id in block_ids:
+                self._residency.hit(block_id, self.now)
 
     def stash(self, seq: Sequence) -> Stash | None:
         """Queues copies of all that the sequence has planned to the host tier; None when that has no room.
@@ -108,6 +132,8 @@ class KvMemory:
 
     def flush(self) -> int:
         """Forgets everything that is kept for reuse; returns how many blocks."""
+        if self._residency is not None:
+            self._residency.flush_samples()
         return self.device.flush() + (0 if self.host is None else self.host.flush())
 
     def _keep(self, block_id: int, key: bytes) -> None:

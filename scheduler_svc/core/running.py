@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cache_svc.blocks.geometry import blocks_for
+from cache_svc.blocks.residency import ResidencySampler
 from cache_svc.blocks.table import BlockTable
 from scheduler_svc.core.fences import Fences, LanePool
 from scheduler_svc.core.limits import StepLimits
@@ -63,9 +64,9 @@ class RunningSet:
     in the plan that preempts it, so none is in the lists twice.
     """
 
-    def __init__(self, limits: StepLimits, applied_step_id: int) -> None:
+    def __init__(self, limits: StepLimits, applied_step_id: int, residency: ResidencySampler | None = None) -> None:
         self.limits = limits
-        self.memory = KvMemory(limits)
+        self.memory = KvMemory(limits, residency)
         self.pool = self.memory.device
         self.lanes = LanePool(limits.num_lanes)
         self.fences = Fences(self.pool, self.lanes, applied_step_id)
@@ -166,7 +167,7 @@ class RunningSet:
         """A table of the blocks that are there and new ones, with copies queued into the latter from the host tier."""
         memory = self.memory
         hits = [block_id for block_id in need.device_ids if block_id is not None]
-        self.pool.retain(hits)
+        memory.use_again(hits)
         if memory.host is not None and seq.stash is None:
             memory.host.retain(need.host_ids)  # before blocks are taken: that may evict in the host tier
         new = memory.allocate(need.num_blocks - len(hits))

@@ -25,19 +25,21 @@ is preempted more than `MAX_PREEMPTIONS` times for memory or priority. So what i
 
 from __future__ import annotations
 
+from cache_svc.blocks.residency import ResidencySampler
 from scheduler_svc.core.admission import Admission
 from scheduler_svc.core.batch import BatchBuilder
-from scheduler_svc.core.costs import Forecast
 from scheduler_svc.core.deadlines import Deadlines
-from scheduler_svc.core.events import Event, FinishedEvent, FinishReason, Refusal, RefusalReason
+from scheduler_svc.core.events import Event, FinishedEvent, FinishReason, Refusal
 from scheduler_svc.core.growth import drop_appends, grow_tables
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.limits import StepLimits, check_config, combine, refuse_length
 from scheduler_svc.core.mapped import num_mapped_blocks
 from scheduler_svc.core.params import ExecutorLimits, QueuePolicy, SchedulerConfig, SeqId, SequenceSpec
 from scheduler_svc.core.plan import StepPlan, StepResult, StepStatus
-from scheduler_svc.core.preemption import Action, Reason, choose_action, forecast_s, is_finishing
+from scheduler_svc.core.preempter import Preempter
+from scheduler_svc.core.preemption import Action, is_finishing
 from scheduler_svc.core.queues import WaitingQueue, arrival_order
+from scheduler_svc.core.refusal import refuse
 from scheduler_svc.core.reserve import OutputLengths
 from scheduler_svc.core.results import ResultMismatchError, check_shape, take_result
 from scheduler_svc.core.running import InFlight, RunningSet
@@ -51,6 +53,8 @@ MAX_FAILED_STEPS = 3
 Without a bound, one poisonous sequence would fail the executor for ever.
 """
 
+RESIDENCY_EVERY = 16
+"""One kept block in so many is followed."""
 _BAD_ENDS = frozenset({FinishReason.NUMERICAL, FinishReason.INTERNAL})
 """Ends that say something about the sequence's blocks: nobody else may use them."""
 
@@ -71,7 +75,10 @@ class Scheduler:
         self._deadlines = Deadlines(self._sequences)
         self._suspects = Suspects(self._sequences)
         self._lengths = OutputLengths()
+        self.residency = ResidencySampler(RESIDENCY_EVERY)
+        """How long kept blocks stay, and how soon they are used again; over all sessions."""
         self._running: RunningSet | None = None
+        self._preempter: Preempter | None = None
         self._admission: Admission | None = None
         self._next_step_id = 1
         self._counters = Counters()
@@ -123,7 +130,9 @@ class Scheduler:
         """Queues a sequence, or says why not. ValueError for a spec that should not have come here."""
         if not spec.prompt_ids or spec.max_tokens < 1 or spec.seq_id in self._sequences:
             raise ValueError(f"Got {spec.seq_id = }, {len(spec.prompt_ids)} prompt tokens, {spec.max_tokens = }")
-        refusal = self._suspects.refusal(spec.prompt_ids, now) or self._refusal(spec)
+        refusal = self._suspects.refusal(spec.prompt_ids, now) or refuse(
+            self.config, self._waiting, None if self._running is None else self._running.limits, spec
+        )
         if refusal is not None:
             return refusal
         is_fcfs = self.config.queue_policy is QueuePolicy.FCFS
@@ -162,13 +171,19 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next plan. None: nothing to do, or `pipeline_depth` plans are in flight, or there is no executor."""
-        running, admission = self._running, self._admission
-        if running is None or admission is None or len(running.inflight) >= self.config.pipeline_depth:
+        running, admission, preempter = self._running, self._admission, self._preempter
+        if (
+            running is None
+            or admission is None
+            or preempter is None
+            or len(running.inflight) >= self.config.pipeline_depth
+        ):
             return None
         self._drop_overdue(now)
+        running.memory.now = now
         running.sweep()
         plan = StepPlan(self._next_step_id)
-        everyone_ran = grow_tables(running, plan, self._preempt)
+        everyone_ran = grow_tables(running, plan, preempter.preempt)
         admission.make_room(now)
         if running.sweep():
             drop_appends(plan, running)
@@ -201,6 +216,7 @@ class Scheduler:
         if result.status is StepStatus.FAILED:
             self._fail_step(record, now)
             return self._take_events()
+        running.memory.now = now
         running.inflight.popleft()
         running.fences.passed(record.step_id)
         outcome = take_result(record, result)
@@ -223,7 +239,8 @@ class Scheduler:
         seq = self._sequences.get(seq_id)
         if seq is None or seq.state is not SequenceState.RUNNING or is_finishing(seq):
             return False
-        self._give_up(seq, action, None)
+        assert self._preempter is not None, "it runs"
+        self._preempter.give_up(seq, action, None)
         return True
 
     def flush_prefix_cache(self) -> int:
@@ -246,28 +263,6 @@ class Scheduler:
 
     # Inside
 
-    def _refusal(self, spec: SequenceSpec) -> Refusal | None:
-        """Why a new sequence is not queued. A resubmission is not new: it has room beside a full queue.
-
-        Its tokens may already be all that can be; then it ends with LENGTH rather than being refused.
-        """
-        config, waiting = self.config, self._waiting
-        if self._running is not None:
-            refusal = refuse_length(self._running.limits, len(spec.prompt_ids))
-            if refusal is not None:
-                return refusal
-        max_requests = config.max_queue_requests + (config.max_num_seqs if spec.emitted_ids else 0)
-        if len(waiting) >= max_requests:
-            return Refusal(RefusalReason.QUEUE_FULL, f"{len(waiting)} requests are waiting, the limit")
-        num_tokens = len(spec.prompt_ids) + len(spec.emitted_ids)
-        if not spec.emitted_ids and len(waiting) and waiting.num_tokens + num_tokens > config.max_queue_tokens:
-            return Refusal(
-                RefusalReason.QUEUE_FULL,
-                f"{waiting.num_tokens} prompt tokens are waiting, {num_tokens} more exceed the limit "
-                f"of {config.max_queue_tokens}",
-            )
-        return None
-
     def _drop_overdue(self, now: float) -> None:
         while (due := self._deadlines.pop_due(now)) is not None:
             self._finish(*due, now)
@@ -284,70 +279,33 @@ class Scheduler:
     def _is_in_flight(self, running: RunningSet, step_id: int) -> bool:
         return running.inflight[0].step_id <= step_id < self._next_step_id
 
-    def _preempt(self, seq: Sequence, num_needed: int, reason: Reason) -> None:
-        """A running sequence makes room, by the way that costs least, and waits in front."""
-        running = self._running
-        assert running is not None
-        seq.num_preemptions += 1
-        running.last_victim = seq.seq_id
-        forecast = forecast_s(running.limits, running.victim(seq), num_needed)
-        action = choose_action(running.limits.preemption_mode, forecast)
-        self._counters.preemptions[self._give_up(seq, action, forecast), reason] += 1
-
-    def _give_up(self, seq: Sequence, action: Action, forecast: dict[Action, float] | None) -> Action:
-        """Takes a running sequence's blocks; returns how it was done in the end."""
-        running = self._running
-        assert running is not None
-        memory = running.memory
-        stash = memory.stash(seq) if action is Action.SWAP else None
-        if action is Action.SWAP and stash is None:
-            action = Action.RECOMPUTE
-        running.take_away(seq)
-        if stash is not None:
-            seq.swap_out(stash)
-        else:
-            seq.requeue()
-        if forecast is not None:
-            spent_s = stash.num_copied * running.limits.costs.swap_out_s if stash is not None else 0.0
-            seq.forecast = Forecast(min(forecast.values()), spent_s)
-        self._waiting.push(seq)
-        return action
-
-    def _requeue(self, seq: Sequence) -> None:
-        """The executor is gone and all that the sequence had there."""
-        assert self._running is not None
-        if seq.state is SequenceState.RUNNING:
-            self._running.take_away(seq)
-        else:
-            self._waiting.remove(seq)
-        seq.requeue()
-        seq.forecast = None
-        self._waiting.push(seq)
-
     def _start_session(self, limits: StepLimits) -> None:
         """Empty lanes and empty tiers on an executor."""
-        self._running = RunningSet(limits, applied_step_id=self._next_step_id - 1)
+        self._running = RunningSet(limits, self._next_step_id - 1, self.residency)
+        self._preempter = Preempter(self._running, self._waiting, self._counters)
         self._admission = Admission(
             self.config,
             self._waiting,
             self._running,
             lengths=self._lengths,
             counters=self._counters,
-            preempt=self._preempt,
+            preempt=self._preempter.preempt,
             suspects=self._suspects,
         )
 
     def _lose_executor(self) -> None:
         """Everything that ran waits again; nothing is expected from the executor any more."""
-        running = self._running
+        running, preempter = self._running, self._preempter
         assert running is not None
+        assert preempter is not None
         self._counters.end_session(running.memory)
+        self.residency.flush_samples()
         lost = [seq for seq in self._sequences.values() if seq.state in (SequenceState.RUNNING, SequenceState.SWAPPED)]
         for seq in sorted(lost, key=arrival_order):
-            self._requeue(seq)
+            preempter.lose(seq)
         for seq in self._sequences.values():
             seq.last_step_id = 0
-        self._running = self._admission = None
+        self._running = self._admission = self._preempter = None
         self._counters.executor_losses += 1
 
     def _fail_step(self, record: InFlight, now: float) -> None:
