@@ -31,7 +31,8 @@ def ask(rig: LockstepRig, gateway: Any, *operations: int) -> list[fe.AdminReply]
 
     gateway._handle = watch
     for number, operation in enumerate(operations, start=7):
-        request = fe.AdminRequest(id=number, operation=fe.AdminOperation.ValueType(operation))
+        request = fe.AdminRequest(id=number)
+        request.operation = operation  # type: ignore[assignment]
         gateway.link.send(gateway.channel.pack(admin_request=request))
     rig.turn(3)
     gateway._handle = handle

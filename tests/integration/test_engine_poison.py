@@ -36,8 +36,8 @@ class MortalExecutor(KvExecutor):
 class Ward:
     """A rig in which a dead executor is replaced, and deaths are counted."""
 
-    def __init__(self, dies_at: int, **core: int) -> None:
-        self.rig = LockstepRig(core=SchedulerConfig(max_num_seqs=32, **core))
+    def __init__(self, dies_at: int, depth: int = 2) -> None:
+        self.rig = LockstepRig(core=SchedulerConfig(max_num_seqs=32, pipeline_depth=depth))
         self.dies_at = dies_at
         self.num_deaths = 0
         self.replace()
@@ -62,7 +62,7 @@ class Ward:
 @pytest.mark.parametrize("dies_at", [0, 5])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_poison_takes_two_executors_and_none_of_its_neighbours(dies_at: int, depth: int) -> None:
-    ward = Ward(dies_at, pipeline_depth=depth)
+    ward = Ward(dies_at, depth)
     gateway = ward.rig.add_gateway()
     submit_many(gateway, 20, random.Random(1))
     poison = gateway.submit(POISON, max_tokens=30)

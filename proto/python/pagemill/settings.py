@@ -1,16 +1,17 @@
 """How every Pagemill process reads its options: flags over environment over a config file over defaults.
 
 Each option of a settings class is a ``--kebab-case`` flag, a ``PAGEMILL_SNAKE_CASE`` variable and a key of the YAML
-or TOML file named by ``--config``. What a class does not know is refused on the command line, and ignored in the
-environment and in the file, since one environment or file may serve all processes. `pagemill serve`, which starts all
-of them, refuses a key of the file that none of them knows.
+or TOML file named by ``--config``. What a class does not know is refused on the command line and ignored in the
+environment. One file may serve all processes: a key that another process has is ignored, one that none has is refused.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from difflib import get_close_matches
 from pathlib import Path
+from tomllib import TOMLDecodeError
 from typing import Any, ClassVar, TypeVar
 
 from google.protobuf.internal import api_implementation
@@ -23,6 +24,8 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
     YamlConfigSettingsSource,
 )
+
+from pagemill.known_options import KNOWN_OPTIONS
 
 S = TypeVar("S", bound="Settings")
 
@@ -79,8 +82,8 @@ def load(settings_type: type[S], argv: list[str]) -> S:
     """
     _check_protobuf(settings_type)
     settings_type._file = _config_file(argv)
-    if settings_type._file is not None and not settings_type._file.is_file():
-        _refuse(settings_type, f"--config: no such file: {settings_type._file}")
+    if settings_type._file is not None:
+        _check_file(settings_type, settings_type._file)
     try:
         cli: Any = CliSettingsSource(settings_type, cli_parse_args=argv, cli_prog_name=settings_type.prog)
         return settings_type(_cli_settings_source=cli)  # type: ignore[call-arg]
@@ -94,10 +97,43 @@ def load(settings_type: type[S], argv: list[str]) -> S:
         raise AssertionError from error
 
 
+def _check_file(settings_type: type[ServiceSettings], path: Path) -> None:
+    """Refuse a file that cannot be read, or that has a key which is no option of any process."""
+    if not path.is_file():
+        _refuse(settings_type, f"--config: no such file: {path}")
+    try:
+        keys = file_keys(path)
+    except Exception as error:  # whatever the parsers raise: the line must say what to mend
+        _refuse(settings_type, f"--config {path}: {_what_is_wrong(error)}")
+        raise AssertionError from error
+    known = KNOWN_OPTIONS.union(settings_type.model_fields)
+    for key in sorted(keys - known):
+        near = get_close_matches(key.replace("-", "_"), known, 1, 0.75)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        _refuse(settings_type, f"--config {path}: no process has the option {key!r}{hint}")
+
+
+def _what_is_wrong(error: Exception) -> str:
+    """One line about a file that a parser gave up on, with the line where it did."""
+    mark = getattr(error, "problem_mark", None)  # of the YAML parser
+    if mark is not None:
+        problem = getattr(error, "problem", None) or "cannot be read"
+        return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
+    if isinstance(error, OSError):
+        return error.strerror or "cannot be read"
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 at byte {error.start}"
+    if isinstance(error, TOMLDecodeError):
+        return str(error)
+    if isinstance(error, TypeError | ValueError | AttributeError):
+        return "expected one `option: value` a line"
+    return " ".join(str(error).split())[:200]
+
+
 def file_keys(path: Path) -> set[str]:
     """The top-level keys of a --config file, known or not."""
     kind = TomlConfigSettingsSource if path.suffix == ".toml" else YamlConfigSettingsSource
-    return set(kind(ServiceSettings, path).init_kwargs)
+    return {str(key) for key in kind(ServiceSettings, path).init_kwargs}
 
 
 def _check_protobuf(settings_type: type[Settings]) -> None:

@@ -12,6 +12,7 @@ import zmq
 
 from pagemill import zmq_links
 from pagemill.framing import MAX_FRAME_BYTES
+from pagemill.links import SendOutcome
 from pagemill.zmq_links import EXECUTOR_BOUND, GATEWAY_BOUND, ZmqHub, ZmqPeer, new_identity
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31)
@@ -117,7 +118,7 @@ def test_closing_does_not_wait_for_a_peer_that_reads_nothing(hub: ZmqHub, socket
         sock.sendall(b"\x00\x05hello")
         while hub.recv() is None:
             assert hub.num_dropped == 0
-        while hub.send(identity, bytes(100_000)) is zmq_links.SendOutcome.SENT:
+        while hub.send(identity, bytes(100_000)) is SendOutcome.SENT:
             sent += 1
         hub.close()
     assert sent >= EXECUTOR_BOUND
