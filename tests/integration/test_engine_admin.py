@@ -9,6 +9,7 @@ import pytest
 
 from pagemill.engine.v1 import executor_pb2 as ex
 from pagemill.engine.v1 import frontend_pb2 as fe
+from scheduler_svc import audit
 from scheduler_svc.config import EngineConfig
 from scheduler_svc.core.scheduler import Scheduler
 from tests.integration.test_engine import assert_oracle, submit_many
@@ -130,6 +131,19 @@ def test_books_are_checked_every_so_many_plans(monkeypatch: pytest.MonkeyPatch) 
     checked = len(calls)
     rig.pass_time(5)  # nothing has happened since the check in the pause
     assert len(calls) == checked
+
+
+def test_books_too_large_to_be_checked_between_steps_are_checked_in_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "MAX_BLOCKS_BUSY", 2)
+    rig = LockstepRig(config=EngineConfig(check_every_plans=10))
+    rig.add_executor(KvExecutor, POOL)
+    calls: list[int] = []
+    monkeypatch.setattr(Scheduler, "check_invariants", lambda core: calls.append(core.stats().running) or [])
+    record = rig.add_gateway().submit(range(40), max_tokens=100)
+    rig.finish()
+    rig.pass_time(2)
+    assert calls == [0]
+    assert_oracle(record)
 
 
 class Mapping(KvExecutor):

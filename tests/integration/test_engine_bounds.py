@@ -10,7 +10,7 @@ import pytest
 from pagemill.columns import pack
 from pagemill.engine.v1 import executor_pb2 as ex
 from pagemill.engine.v1 import frontend_pb2 as fe
-from scheduler_svc import executor_port, gateway_port
+from scheduler_svc import gateway_port, plan_flow
 from scheduler_svc.config import EngineConfig
 from scheduler_svc.core.params import SchedulerConfig
 from tests.integration.test_engine import assert_oracle
@@ -35,7 +35,7 @@ def test_plans_of_a_lost_result_are_sent_again_twice_and_no_more() -> None:
     rig.pass_time(20)
     rig.finish()
     assert (len(asked), executor.num_sessions) == (1 + 2, 2)
-    assert rig.engine.counters.plans_resent == executor_port.MAX_RESENDS == 2
+    assert rig.engine.counters.plans_resent == plan_flow.MAX_RESENDS == 2
     assert record.ids == [7] * 20
     rig.assert_clean()
 
