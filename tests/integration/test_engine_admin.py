@@ -138,7 +138,12 @@ def test_books_too_large_to_be_checked_between_steps_are_checked_in_the_pause(mo
     rig = LockstepRig(config=EngineConfig(check_every_plans=10))
     rig.add_executor(KvExecutor, POOL)
     calls: list[int] = []
-    monkeypatch.setattr(Scheduler, "check_invariants", lambda core: calls.append(core.stats().running) or [])
+
+    def count(core: Scheduler) -> list[str]:
+        calls.append(core.stats().running)
+        return []
+
+    monkeypatch.setattr(Scheduler, "check_invariants", count)
     record = rig.add_gateway().submit(range(40), max_tokens=100)
     rig.finish()
     rig.pass_time(2)

@@ -97,7 +97,7 @@ def load(settings_type: type[S], argv: list[str]) -> S:
         raise AssertionError from error
 
 
-def _check_file(settings_type: type[ServiceSettings], path: Path) -> None:
+def _check_file(settings_type: type[S], path: Path) -> None:
     """Refuse a file that cannot be read, or that has a key which is no option of any process."""
     if not path.is_file():
         _refuse(settings_type, f"--config: no such file: {path}")

@@ -47,7 +47,8 @@ ROLES: tuple[type[ServiceSettings], ...] = (SchedulerSettings, GatewaySettings, 
 
 
 def test_options_of_all_processes_are_known() -> None:
-    names = {name for kind in (*ROLES, ServeSettings, DemoSettings) for name in kind.model_fields}
+    kinds: tuple[type[ServiceSettings], ...] = (*ROLES, ServeSettings, DemoSettings)
+    names = {name for kind in kinds for name in kind.model_fields}
     assert set(KNOWN_OPTIONS) == names
 
 
