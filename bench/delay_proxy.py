@@ -3,8 +3,11 @@
     python -m bench.delay_proxy --listen ipc:///tmp/x/far.sock --connect ipc:///tmp/x/near.sock --delay-ms 5
 
 A wire that is longer, not thinner: frames keep their order and any number may be under way. To the scheduler each
-executor keeps its own identity, because the proxy opens one connection per executor under the executor's name. A line
-on standard input with a number sets another delay, in milliseconds, for the frames that come after it.
+executor keeps its own identity, because the proxy opens one connection per executor under the executor's name.
+
+A line `DELAY ECHO` on standard input sets both, in milliseconds, for the frames that come after it. With an echo the
+proxy wakes once more that long after it has sent a frame, to do nothing: a control for what its waking alone does to
+processes that share its CPUs, and which a longer wire would not do.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ class Held:
     """Frames due at a time (monotonic, in seconds). They leave first in, first out, even when the delay has shrunk."""
 
     due: float
-    socket: zmq.Socket[bytes]
+    socket: zmq.Socket[bytes] | None
+    """None: an echo."""
     frames: list[bytes]
 
 
@@ -45,9 +49,10 @@ class DelayProxy:
         self._poller.register(self._front, zmq.POLLIN)
         self._held: deque[Held] = deque()
         self._orders: TextIO | None = None
+        self._echo_s = 0.0
 
     def obey(self, orders: TextIO) -> None:
-        """Take a new delay from each line of `orders`, in milliseconds, until its end."""
+        """Take a new delay and echo from each line of `orders` until its end."""
         self._orders = orders
         self._poller.register(orders.fileno(), zmq.POLLIN)
 
@@ -67,7 +72,10 @@ class DelayProxy:
                 self._held.append(Held(now + self._delay_s, self._front, [identity, *back.recv_multipart()]))
         while self._held and self._held[0].due <= now:
             held = self._held.popleft()
-            held.socket.send_multipart(held.frames)
+            if held.socket is not None:
+                held.socket.send_multipart(held.frames)
+                if self._echo_s:
+                    self._held.append(Held(now + self._echo_s, None, []))
 
     def close(self) -> None:
         """Drop what is held."""
@@ -76,7 +84,7 @@ class DelayProxy:
     def _take_order(self, orders: TextIO) -> None:
         line = orders.readline()
         if line:
-            self._delay_s = float(line) / 1e3
+            self._delay_s, self._echo_s = (float(number) / 1e3 for number in line.split())
         else:
             self._poller.unregister(orders.fileno())
             self._orders = None

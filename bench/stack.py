@@ -21,9 +21,9 @@ class Link:
     def __init__(self, orders: asyncio.StreamWriter) -> None:
         self._orders = orders
 
-    async def set_delay_ms(self, delay_ms: float) -> None:
-        """Hold every later frame for at least `delay_ms`, each way."""
-        self._orders.write(f"{delay_ms}\n".encode())
+    async def set_delay_ms(self, delay_ms: float, *, echo_ms: float = 0.0) -> None:
+        """Hold every later frame for at least `delay_ms`, each way; see `delay_proxy` for the echo."""
+        self._orders.write(f"{delay_ms} {echo_ms}\n".encode())
         await self._orders.drain()
 
 
