@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
+
+from cache_svc.blocks.histogram import Histogram
 
 _SECONDS = (
     1e-5,
@@ -27,23 +28,6 @@ _SECONDS = (
     10.0,
 )
 _COUNTS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
-
-
-class Histogram:
-    """Counts per bucket and a sum; `bounds` are upper bounds, inclusive, and one bucket more takes the rest."""
-
-    __slots__ = ("bounds", "buckets", "sum")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.buckets = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float) -> None:
-        """Count one value."""
-        self.buckets[bisect_left(self.bounds, value)] += 1
-        self.sum += value
-
 
 # A label value that has not occurred yet is published as 0, so that rates and alerts exist before the first case.
 _STALE = ("malformed", "protocol", "stale_epoch", "duplicate", "no_session", "duplicate_result", "result_gap")

@@ -14,6 +14,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from enum import Enum
 
 from pagemill.engine.v1 import frontend_pb2 as pb
@@ -29,6 +30,7 @@ from scheduler_svc.counters import EngineCounters
 from scheduler_svc.executor_port import ExecutorPort
 from scheduler_svc.gateway_port import GatewayPort
 from scheduler_svc.gateway_session import EarlyRefusal
+from scheduler_svc.pressure import MemoryPressure
 from scheduler_svc.sessions import Clock, EpochSource
 
 log = logging.getLogger(__name__)
@@ -69,6 +71,7 @@ class Engine:
         self._executor_hub, self._gateway_hub = executor_hub, gateway_hub
         self._clock = clock
         self._wait = wait or Waiter([executor_hub, gateway_hub]).wait
+        self._pressure = MemoryPressure()
         self._audit = Audit(self.counters, config.check_every_plans)
         core = Scheduler(core_config)
         epochs = EpochSource(first_epoch)
@@ -133,6 +136,7 @@ class Engine:
             self.gateways.tick(now)
             self._check_grace(now)
         self._check_books(now, sent)
+        self._check_memory(now)
         self._announce()
         self.gateways.flush(now)
 
@@ -210,6 +214,11 @@ class Engine:
         is_busy = sent or self.core.num_inflight_plans > 0
         if self._audit.is_due(self.core, now, is_busy=is_busy) and self._audit.check(self.core, now):
             self._reset_core(now, "invariants")
+
+    def _check_memory(self, now: float) -> None:
+        finding = self._pressure.look(self.core.stats, now)
+        if finding is not None:
+            log.warning("KV memory is too small for the load", extra=kv(**asdict(finding)))
 
     def admin(self, operation: int, now: float) -> pb.AdminReply:
         """As `Front.admin`."""

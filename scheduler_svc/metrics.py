@@ -16,9 +16,9 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from cache_svc.blocks.histogram import Histogram
 from scheduler_svc import admin
 from scheduler_svc.core.preemption import Action, Reason
-from scheduler_svc.counters import Histogram
 from scheduler_svc.engine import Engine
 
 
@@ -38,6 +38,7 @@ class EngineCollector(Collector):
         yield from self._executors()
         yield from self._memory()
         yield from self._cache()
+        yield from self._residency()
         yield from self._troubles()
 
     def _queues(self) -> Iterable[Metric]:
@@ -119,6 +120,18 @@ class EngineCollector(Collector):
             self._swapped[way] += max(0, blocks - self._seen[way]) * size
             self._seen[way] = blocks
         yield _counter("swap_bytes", "Bytes copied between device and host.", ("direction",), self._swapped)
+
+    def _residency(self) -> Iterable[Metric]:
+        residency = self._engine.core.residency
+        family = HistogramMetricFamily(
+            "pagemill_kv_residency_seconds",
+            "Of a sample of cached KV blocks: time until eviction (lifetime), unused time before it (idle), and "
+            "from one use to the next (reuse_gap).",
+            labels=["kind"],
+        )
+        for kind in ("lifetime", "idle", "reuse_gap"):
+            _add_histogram(family, [kind], getattr(residency, kind))
+        yield family
 
     def _troubles(self) -> Iterable[Metric]:
         counters = self._engine.counters

@@ -7,7 +7,7 @@ times are shorter than reuse gaps, blocks are evicted just before they would hav
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from cache_svc.blocks.histogram import Histogram
 
 BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1e3, 3e3, 1e4, 3e4, 1e5)
 """From one decode step to a day, two to each power of ten: as exact as a decision about memory needs."""
@@ -15,27 +15,6 @@ BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1e3, 3e3, 
 _WORD = 1 << 32
 _GOLDEN = 0x9E3779B1
 """2**32 over the golden ratio, odd: its multiples modulo 2**32 are spread as evenly as can be, however many."""
-
-
-class Histogram:
-    """Seconds, counted per bucket, and their sum; `bounds` are inclusive, and one bucket more takes the rest."""
-
-    __slots__ = ("bounds", "buckets", "sum")
-
-    def __init__(self) -> None:
-        self.bounds = BOUNDS_S
-        self.buckets = [0] * (len(BOUNDS_S) + 1)
-        self.sum = 0.0
-
-    @property
-    def count(self) -> int:
-        """How many values were counted."""
-        return sum(self.buckets)
-
-    def observe(self, seconds: float) -> None:
-        """Counts one value."""
-        self.buckets[bisect_left(self.bounds, seconds)] += 1
-        self.sum += seconds
 
 
 class ResidencySampler:
@@ -55,11 +34,11 @@ class ResidencySampler:
         self._num_published = 0
         self._followed: dict[int, list[float]] = {}
         """Of each block that is followed: when its content was published, and when it was last used."""
-        self.lifetime = Histogram()
+        self.lifetime = Histogram(BOUNDS_S)
         """From publication to eviction."""
-        self.idle = Histogram()
+        self.idle = Histogram(BOUNDS_S)
         """From the last use to eviction."""
-        self.reuse_gap = Histogram()
+        self.reuse_gap = Histogram(BOUNDS_S)
         """From one use to the next; publication is the first use."""
 
     @property

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from cache_svc.blocks.residency import BOUNDS_S, Histogram, ResidencySampler
+from cache_svc.blocks.histogram import Histogram
+from cache_svc.blocks.residency import BOUNDS_S, ResidencySampler
 
 
 def filled(histogram: Histogram) -> dict[float, int]:

@@ -4,7 +4,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from scheduler_svc.counters import Histogram, RateMeter
+from cache_svc.blocks.histogram import Histogram
+from scheduler_svc.counters import RateMeter
 from scheduler_svc.metrics import EngineCollector
 from scheduler_svc.sessions import MAX_EPOCH, EpochSource, plain
 from tests.oracles.base import Geometry
