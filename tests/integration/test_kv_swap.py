@@ -85,9 +85,9 @@ def test_streams_forced_out_every_few_steps_equal_the_oracle(action: str, prefix
     assert executor.counts.num_mismatches == 0
 
 
-def kill_in_the_middle_of_a_copy(rig: LockstepRig, name: str, rng: random.Random) -> int:
+def kill_in_the_middle_of_a_copy(rig: LockstepRig, rng: random.Random) -> int:
     """Lets an executor work until copies are under way; how many there were when it died."""
-    executor = rig.add_executor(KvExecutor, TIERS, name=name)
+    executor = rig.add_executor(KvExecutor, TIERS, name="first")
     executor.lateness = lambda step_id: 6
     rig.until(lambda: executor.num_steps > 20)
     for _ in range(200):
@@ -101,14 +101,14 @@ def kill_in_the_middle_of_a_copy(rig: LockstepRig, name: str, rng: random.Random
     return len(executor.copies.pending)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(4))
 def test_executor_killed_in_the_middle_of_a_copy_and_replaced(seed: int) -> None:
     rng = random.Random(seed)
     rig = LockstepRig(core=CORE)
     gateway = rig.add_gateway()
     submit_many(gateway, 48, rng)
-    num_killed = sum(kill_in_the_middle_of_a_copy(rig, name, rng) for name in ("first", "second"))
-    rig.add_executor(KvExecutor, replace(TIERS, num_blocks=90), name="third")
+    num_killed = kill_in_the_middle_of_a_copy(rig, rng)  # once: who is there at two deaths counts as their cause
+    rig.add_executor(KvExecutor, replace(TIERS, num_blocks=90), name="second")
     rig.finish()
     assert_all_right(gateway)
     rig.assert_clean()
