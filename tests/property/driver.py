@@ -62,10 +62,13 @@ class Driver:
             copy_lag=self.copy_lag,
         )
 
-    def detach(self) -> None:
+    def detach(self, *, died: bool = False) -> None:
         self.results.clear()
         self.executor = None
-        self._take(self.scheduler.detach_executor(self.now))
+        if died:
+            for seq_id in self.live:
+                self.allowed_ends[seq_id].add(FinishReason.POISON)
+        self._take(self.scheduler.detach_executor(self.now, died=died))
         assert self.scheduler.stats().running == 0
 
     def submit(

@@ -163,13 +163,13 @@ class LossMachine(PressureMachine):
         if step_id >= 1 and not any(result.step_id == step_id for result in driver.results):
             driver.apply_unexpected(step_id)
 
-    @rule(data=st.data(), kind=st.sampled_from(["fail", "detach", "attach", "detach and attach"]))
+    @rule(data=st.data(), kind=st.sampled_from(["fail", "detach", "attach", "detach and attach", "death"]))
     def lose_the_executor(self, data: st.DataObject, kind: str) -> None:
         if kind == "fail":
             self.driver.fail_step()
-        if "detach" in kind:
-            self.driver.detach()
-        if "attach" in kind.replace("detach", ""):
+        if "detach" in kind or kind == "death":
+            self.driver.detach(died=kind == "death")
+        if "attach" in kind.replace("detach", "") or kind == "death":
             self.driver.attach(data.draw(self.limits))
 
 

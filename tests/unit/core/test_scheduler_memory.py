@@ -1,0 +1,199 @@
+"""Prefix cache, host tier and preemption as the scheduler's two verbs show them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from scheduler_svc.core.events import FinishedEvent, FinishReason
+from scheduler_svc.core.params import ExecutorLimits, HostCache, PreemptionMode, SchedulerConfig, SeqId, SequenceSpec
+from scheduler_svc.core.plan import NO_TOKEN, RowErrorCode, StepPlan, StepResult, StepStatus
+from scheduler_svc.core.preemption import Action, Reason
+from scheduler_svc.core.scheduler import Scheduler
+
+CONFIG = SchedulerConfig(
+    max_num_batched_tokens=32, max_num_seqs=4, max_prefill_chunk=16, pipeline_depth=1, growth_reserve=0.0
+)
+EXECUTOR = ExecutorLimits(
+    block_size=4,
+    num_device_blocks=12,
+    max_rows=8,
+    max_tokens=32,
+    num_lanes=24,
+    max_model_len=64,
+    num_host_blocks=16,
+    bytes_per_block=1000,
+    swap_out_bytes_per_s=1e6,
+    swap_in_bytes_per_s=1e6,
+    prefill_tokens_per_s=100.0,
+)
+
+
+def attached(executor: ExecutorLimits = EXECUTOR, **settings: object) -> Scheduler:
+    scheduler = Scheduler(replace(CONFIG, **settings))  # type: ignore[arg-type]
+    scheduler.attach_executor(executor, 0.0)
+    return scheduler
+
+
+def submit(scheduler: Scheduler, number: int, prompt: list[int], max_tokens: int = 4, **fields: object) -> None:
+    spec = SequenceSpec(SeqId(number), prompt, max_tokens, **fields)  # type: ignore[arg-type]
+    assert scheduler.submit(spec, 0.0) is None
+
+
+def step(scheduler: Scheduler, now: float = 0.0, **fields: object) -> tuple[StepPlan, list[FinishedEvent]]:
+    """One plan and a result for it in which every row samples that can; copies are reported at once."""
+    plan = scheduler.schedule(now)
+    assert plan is not None
+    running = scheduler._running
+    assert running is not None
+    record = running.inflight[-1]
+    tokens = [NO_TOKEN if row in record.silent else 7 for row in range(len(record.rows))]
+    copied = (plan.step_id,) if plan.swap_out_src or plan.swap_in_src else ()
+    result = replace(StepResult(plan.step_id, tokens, finished_copy_steps=copied), **fields)  # type: ignore[arg-type]
+    events = scheduler.apply(result, now)
+    assert scheduler.check_invariants() == []
+    return plan, [event for event in events if isinstance(event, FinishedEvent)]
+
+
+def finish(scheduler: Scheduler) -> dict[int, FinishedEvent]:
+    ends = {}
+    for _ in range(200):
+        if scheduler.stats().running + scheduler.stats().queue_requests == 0:
+            return ends
+        ends |= {event.seq_id: event for event in step(scheduler)[1]}
+    raise AssertionError(scheduler.stats())
+
+
+def test_the_bill_says_what_was_cached_and_what_was_computed() -> None:
+    scheduler = attached()
+    submit(scheduler, 1, list(range(20)), 1)
+    submit(scheduler, 2, list(range(20)), 1)
+    ends = finish(scheduler)
+    assert [(end.num_computed_tokens, end.num_cached_tokens) for end in ends.values()] == [(20, 0), (4, 16)]
+    stats = scheduler.stats()
+    assert (stats.prefill_tokens_total, stats.cached_tokens_total) == (24, 16)
+    assert (stats.prefix_hit_tokens_total, stats.prefix_query_tokens_total) == (16, 40)
+
+
+def test_blocks_of_a_sequence_with_a_row_error_are_found_by_nobody() -> None:
+    scheduler = attached()
+    submit(scheduler, 1, list(range(20)), 4)
+    step(scheduler)
+    assert scheduler.stats().blocks_cached == 0
+    _, ends = step(
+        scheduler, token_ids=[NO_TOKEN], status=StepStatus.ROW_ERRORS, row_errors={0: RowErrorCode.NUMERICAL}
+    )
+    assert [end.reason for end in ends] == [FinishReason.NUMERICAL]
+    submit(scheduler, 2, list(range(20)), 1)
+    assert finish(scheduler)[2].num_cached_tokens == 0
+
+
+def test_evicted_blocks_come_back_from_the_host_tier() -> None:
+    scheduler = attached(replace(EXECUTOR, prefill_tokens_per_s=1.0))
+    submit(scheduler, 1, list(range(20)), 1)
+    finish(scheduler)
+    submit(scheduler, 2, list(range(100, 145)), 1)
+    finish(scheduler)
+    assert scheduler.stats().host_blocks_cached > 0
+    submit(scheduler, 3, list(range(20)), 1)
+    plan, _ = step(scheduler)
+    assert plan.swap_in_src
+    assert plan.num_rows == 0, "its row comes with the next plan, when the copies have had a step's time"
+    plan, ends = step(scheduler)
+    assert plan.num_rows == 1
+    assert ends[0].num_cached_tokens == 16
+    assert scheduler.stats().swapped_tokens_total >= 4
+
+
+def test_an_executor_that_is_lost_takes_both_tiers_with_it() -> None:
+    scheduler = attached()
+    submit(scheduler, 1, list(range(20)), 9)
+    submit(scheduler, 2, list(range(50, 60)), 9)
+    step(scheduler)
+    step(scheduler)
+    assert scheduler.preempt(SeqId(1), Action.SWAP)
+    step(scheduler)
+    assert scheduler.stats().swapped == 1
+    scheduler.attach_executor(EXECUTOR, 0.0)
+    assert scheduler.check_invariants() == []
+    stats = scheduler.stats()
+    assert (stats.swapped, stats.host_blocks_used, stats.blocks_cached) == (0, 0, 0)
+    plan, _ = step(scheduler)
+    assert [admit.num_cached_tokens for admit in plan.admit] == [0, 0]
+    assert {end.reason for end in finish(scheduler).values()} == {FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize(
+    ("mode", "action", "executor"),
+    [
+        (PreemptionMode.AUTO, Action.SWAP, EXECUTOR),
+        (PreemptionMode.AUTO, Action.TAIL, replace(EXECUTOR, swap_in_bytes_per_s=1e3, swap_out_bytes_per_s=1e3)),
+        (PreemptionMode.RECOMPUTE, Action.TAIL, EXECUTOR),
+        (PreemptionMode.SWAP, Action.SWAP, replace(EXECUTOR, swap_in_bytes_per_s=1e3)),
+        (PreemptionMode.SWAP, Action.RECOMPUTE, replace(EXECUTOR, num_host_blocks=0)),
+    ],
+)
+def test_preemption_is_counted_by_what_was_done_and_why(
+    mode: PreemptionMode, action: Action, executor: ExecutorLimits
+) -> None:
+    scheduler = attached(executor, preemption_mode=mode, host_cache=HostCache.OFF)
+    submit(scheduler, 1, list(range(20)), 20)
+    submit(scheduler, 2, list(range(50, 68)), 20)
+    finish(scheduler)
+    counted = scheduler.stats().preemptions_total
+    assert set(counted) == {(action, Reason.MEMORY)}
+    submit(scheduler, 3, list(range(200, 230)), 9)
+    step(scheduler)
+    submit(scheduler, 4, list(range(300, 330)), 2, priority=1)
+    step(scheduler)
+    assert sum(count for (_, reason), count in scheduler.stats().preemptions_total.items() if reason is Reason.PRIORITY)
+
+
+def test_a_swapped_sequence_computes_nothing_again_and_regrets_little() -> None:
+    scheduler = attached(preemption_mode=PreemptionMode.SWAP)
+    submit(scheduler, 1, list(range(20)), 20)
+    submit(scheduler, 2, list(range(50, 68)), 20)
+    finish(scheduler)
+    stats = scheduler.stats()
+    assert stats.num_preemptions_total > 0
+    assert stats.recomputed_tokens_total == 0
+    assert stats.swapped_in_blocks_total > 0
+    assert stats.preemption_forecast_s_total > 0
+    assert stats.preemption_regret_s_total <= stats.preemption_forecast_s_total * 0.5
+
+
+def test_residency_is_sampled_over_the_clock_of_the_verbs() -> None:
+    scheduler = attached(replace(EXECUTOR, num_host_blocks=0))
+    for number in range(1, 60):
+        submit(scheduler, number, list(range(number * 100, number * 100 + 41)), 1)
+        for tick in range(4):
+            if scheduler.stats().running + scheduler.stats().queue_requests:
+                step(scheduler, now=number + tick * 0.1)
+    residency = scheduler.residency
+    assert residency.lifetime.count > 10
+    assert 0.5 < residency.lifetime.sum / residency.lifetime.count < 5.0
+
+
+def test_flushing_forgets_what_is_kept_and_nothing_else() -> None:
+    scheduler = attached()
+    submit(scheduler, 1, list(range(20)), 6)
+    step(scheduler)
+    step(scheduler)
+    submit(scheduler, 2, list(range(40, 50)), 1)
+    step(scheduler)
+    assert scheduler.flush_prefix_cache() > 0
+    assert scheduler.check_invariants() == []
+    assert scheduler.stats().blocks_cached == 0
+    submit(scheduler, 3, list(range(20)), 1)
+    assert finish(scheduler)[1].reason is FinishReason.LENGTH
+
+
+def test_the_queue_orders_by_what_is_left_to_compute() -> None:
+    scheduler = attached(max_num_seqs=1)
+    submit(scheduler, 1, list(range(40)), 1)
+    finish(scheduler)
+    submit(scheduler, 2, list(range(100, 120)), 1)
+    submit(scheduler, 3, [*range(36), 99, 98], 1)
+    plan, _ = step(scheduler, now=1.0)
+    assert [len(admit.token_ids) for admit in plan.admit] == [38], "2 of its 38 tokens are left, not 20 of 20"
