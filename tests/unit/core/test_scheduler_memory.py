@@ -57,7 +57,7 @@ def step(scheduler: Scheduler, now: float = 0.0, **fields: object) -> tuple[Step
 
 
 def finish(scheduler: Scheduler) -> dict[int, FinishedEvent]:
-    ends = {}
+    ends: dict[int, FinishedEvent] = {}
     for _ in range(200):
         if scheduler.stats().running + scheduler.stats().queue_requests == 0:
             return ends
