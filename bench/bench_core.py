@@ -34,7 +34,13 @@ class Load:
     """A scheduler, the executor's answers, and as many waiting sequences as asked for."""
 
     def __init__(
-        self, num_running: int, num_blocks: int, prompt: tuple[int, int], output: int, block_size: int = 16
+        self,
+        num_running: int,
+        num_blocks: int,
+        prompt: tuple[int, int],
+        output: int,
+        block_size: int = 16,
+        growth_reserve: float = 1.0,
     ) -> None:
         self.rng = random.Random(1)
         self.prompt, self.output = prompt, output
@@ -44,6 +50,7 @@ class Load:
             max_queue_requests=20_000,
             max_queue_tokens=1 << 40,
             watermark=0.0,
+            growth_reserve=growth_reserve,
             pipeline_depth=_DEPTH,
         )
         limits = ExecutorLimits(
@@ -63,7 +70,7 @@ class Load:
 
     def submit(self, count: int) -> None:
         for _ in range(count):
-            prompt_ids = [7] * self.rng.randint(*self.prompt)
+            prompt_ids = [self.num_submitted, *[7] * self.rng.randint(*self.prompt)]  # no two begin alike
             spec = SequenceSpec(
                 SeqId(self.num_submitted), prompt_ids, self.output, frozenset({2}), arrival=self.now, deadline=1e9
             )
@@ -73,7 +80,7 @@ class Load:
     def answer(self, plan: StepPlan) -> StepResult:
         """What an executor would say, at the cost of a real one's decoding: outside the measured time."""
         for admit in plan.admit:
-            self.remaining[admit.lane] = len(admit.token_ids)
+            self.remaining[admit.lane] = len(admit.token_ids) - admit.num_cached_tokens
         if not plan.repeat_decode:
             self.rows = plan.row_lanes
         token_ids = [5] * len(self.rows)
@@ -109,7 +116,7 @@ class Load:
 
 
 def steady(num_running: int, num_steps: int) -> list[float]:
-    load = Load(num_running, num_running * (num_steps // 16 + 40), (1, 31), num_steps + 1000)
+    load = Load(num_running, num_running * (num_steps + 1100) // 16, (1, 31), num_steps + 1000)
     load.submit(num_running)
     load.run(200, refill=False)
     assert load.scheduler.stats().running == num_running
@@ -126,7 +133,7 @@ def churn(num_queued: int, num_steps: int) -> list[float]:
 def blocked(num_steps: int) -> list[float]:
     """Each that runs has one block it never outgrows, two are free, and every waiting one needs three."""
     num_steps = min(num_steps, 700)
-    load = Load(257, 258, (1, 31), 2000, block_size=1024)
+    load = Load(257, 258, (1, 31), 2000, block_size=1024, growth_reserve=0.0)
     load.submit(256)
     load.run(200, refill=False)
     load.prompt = (2049, 2049)

@@ -96,7 +96,7 @@ class Bench:
             self.submitted += 1
             message = fe.Submit(
                 stream=self.submitted,
-                prompt_ids=pack([1] * (prompt + self.submitted % 17)),
+                prompt_ids=pack([self.submitted, *[1] * (prompt + self.submitted % 17)]),  # no two begin alike
                 max_tokens=max_tokens,
                 sampling=Sampling(top_p=1.0),
             )

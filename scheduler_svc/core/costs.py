@@ -41,7 +41,7 @@ def block_costs(executor: ExecutorLimits) -> BlockCosts:
 
 
 def _seconds(amount: int, per_second: float) -> float:
-    return amount / per_second if per_second > 0 else inf
+    return amount / per_second if amount > 0 and per_second > 0 else inf
 
 
 @dataclass(frozen=True, slots=True)

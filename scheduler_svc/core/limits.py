@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil, inf
 
 from cache_svc.blocks.geometry import blocks_for
-from scheduler_svc.core.costs import BlockCosts, block_costs
+from scheduler_svc.core.costs import OVERLAP, BlockCosts, block_costs
 from scheduler_svc.core.events import Refusal, RefusalReason
 from scheduler_svc.core.params import ExecutorLimits, HostCache, PreemptionMode, SchedulerConfig
 
@@ -45,10 +45,10 @@ class StepLimits:
     def num_blocks_in(self, share: float) -> int:
         """Blocks that can be copied to the host tier in that share of the time that a full step of prompts takes.
 
-        0 where either rate is unknown.
+        0 where either rate is unknown. The batch waits for these copies, so they are not weighed by `OVERLAP`.
         """
-        step_s = self.max_tokens / self.block_size * self.costs.recompute_s
-        return int(share * step_s / self.costs.swap_out_s) if max(step_s, self.costs.swap_out_s) < inf else 0
+        step_s, copy_s = self.max_tokens / self.block_size * self.costs.recompute_s, self.costs.swap_out_s / OVERLAP
+        return int(share * step_s / copy_s) if max(step_s, copy_s) < inf else 0
 
 
 def check_config(config: SchedulerConfig) -> None:
