@@ -41,11 +41,13 @@ class Load:
         output: int,
         block_size: int = 16,
         growth_reserve: float = 1.0,
+        chunk: int = 512,
     ) -> None:
         self.rng = random.Random(1)
         self.prompt, self.output = prompt, output
         config = SchedulerConfig(
-            max_num_batched_tokens=num_running + 512,
+            max_num_batched_tokens=num_running + chunk,
+            max_prefill_chunk=chunk,
             max_num_seqs=num_running,
             max_queue_requests=20_000,
             max_queue_tokens=1 << 40,
@@ -57,7 +59,7 @@ class Load:
             block_size=block_size,
             num_device_blocks=num_blocks,
             max_rows=num_running,
-            max_tokens=num_running + 512,
+            max_tokens=num_running + chunk,
             num_lanes=num_running * (_DEPTH + 1),
             max_model_len=1 << 17,
         )
@@ -123,6 +125,16 @@ def steady(num_running: int, num_steps: int) -> list[float]:
     return load.run(num_steps, refill=False)
 
 
+def steady_long(num_steps: int) -> list[float]:
+    """1,024 sequences of 8,192 prompt tokens: half a million blocks in use."""
+    load = Load(1024, 1024 * (8192 + num_steps + 1000) // 16, (8191, 8191), num_steps + 200, chunk=1 << 16)
+    load.submit(1024)
+    while load.scheduler.stats().prefill_tokens_total < 1024 * 8192:
+        load.run(10, refill=False)
+    assert load.scheduler.stats().running == 1024
+    return load.run(num_steps, refill=False)
+
+
 def churn(num_queued: int, num_steps: int) -> list[float]:
     load = Load(256, 256 * 40, (20, 400), 64)
     load.submit(256 + num_queued)
@@ -151,6 +163,7 @@ def main() -> None:
     scenarios: dict[str, Callable[[], list[float]]] = {
         "steady 256": lambda: steady(256, args.steps),
         "steady 1024": lambda: steady(1024, args.steps),
+        "steady 1024 x 8192 tokens": lambda: steady_long(min(args.steps, 500)),
         "churn 256": lambda: churn(0, args.steps),
         "churn 256, 10000 queued": lambda: churn(10_000, args.steps),
         "blocked 256, 10000 queued": lambda: blocked(args.steps),

@@ -59,7 +59,7 @@ class Bench:
         self.now = 0.0
         self.engine = Engine(
             core_config=SchedulerConfig(
-                max_num_seqs=running, max_num_batched_tokens=max(2048, 2 * running), max_queue_requests=20_000
+                max_num_seqs=running + 1, max_num_batched_tokens=max(2048, 2 * running), max_queue_requests=20_000
             ),
             config=EngineConfig(lease_s=1e6, heartbeat_s=1e5),
             executor_hub=self.executors,
@@ -74,7 +74,7 @@ class Bench:
         self._say_hello(running)
         self.submitted = 0
         self.submit(running + queued, max_tokens, prompt)
-        while self.engine.core.stats().running < running:
+        while self.engine.core.stats().running < running + bool(queued):
             self.step()
         for _ in range(20):
             self.step()
@@ -82,7 +82,8 @@ class Bench:
     def _say_hello(self, running: int) -> None:
         hello = ex.ExecutorHello(
             protocol_min=1, protocol_max=1, model_fingerprint="x", block_size=16, num_device_blocks=2_000_000,
-            max_rows=running, max_tokens=65536, num_lanes=4 * running, max_model_len=32768, vocab_size=50_000,
+            max_rows=running + 1, max_tokens=65536, num_lanes=4 * (running + 1), max_model_len=262144,
+            vocab_size=50_000,
         )  # fmt: skip
         self.executors.inbox.append((EXECUTOR, self.executor_channel.pack(hello=hello)))
         front = fe.FrontendHello(protocol_min=1, protocol_max=1, model_fingerprint="x")
@@ -90,6 +91,14 @@ class Bench:
         self.engine.step()
         self.executor_channel.open(ex.ExecutorEnvelope.FromString(self.executors.outbox.popleft()).epoch)
         self.gateway_channel.open(fe.FrontendEnvelope.FromString(self.gateways.outbox.popleft()).epoch)
+
+    def send_prompt(self, prompt_ids: list[int]) -> None:
+        """One request for one token; the engine reads it in its next round."""
+        self.submitted += 1
+        message = fe.Submit(
+            stream=self.submitted, prompt_ids=pack(prompt_ids), max_tokens=1, sampling=Sampling(top_p=1.0)
+        )
+        self.gateways.inbox.append((GATEWAY, self.gateway_channel.pack(submit=message)))
 
     def submit(self, count: int, max_tokens: int, prompt: int) -> None:
         for _ in range(count):
@@ -112,7 +121,7 @@ class Bench:
                 continue
             plan = envelope.plan
             for admit in plan.admit:
-                self.lanes[admit.lane] = [0, admit.num_prompt_tokens]
+                self.lanes[admit.lane] = [admit.num_cached_tokens, admit.num_prompt_tokens]
             counts = None
             if not plan.repeat_decode:
                 self.rows = unpack(plan.row_lanes)
@@ -162,6 +171,30 @@ def measure(name: str, steps: int, running: int, queued: int, max_tokens: int) -
     }
 
 
+def measure_long_prompt(num_tokens: int, running: int) -> dict[str, object]:
+    """The longest round that others see while one long prompt is taken in, hashed, admitted and computed; then again,
+    when all of it is cached."""
+    bench = Bench(running, 0, 20_000)
+    gc.collect()
+    gc.freeze()
+    alone = [bench.step() for _ in range(200)]
+    longest = []
+    for _ in range(2):
+        finished = bench.engine.core.stats().finished_total
+        bench.send_prompt([number % 50_000 for number in range(num_tokens)])
+        times = []
+        while bench.engine.core.stats().finished_total == finished:
+            times.append(bench.step())
+        longest.append(round(max(times), 3))
+    gc.unfreeze()
+    return {
+        "case": f"{running} running, one prompt of {num_tokens:,} tokens",
+        "p99_ms_before": round(statistics.quantiles(alone, n=100)[98], 3),
+        "longest_ms_cold": longest[0],
+        "longest_ms_cached": longest[1],
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
@@ -177,6 +210,8 @@ def main() -> int:
         name, running, queued, max_tokens = case
         found.append(measure(name, args.steps, running, queued, max_tokens))
         print(found[-1])
+    found.append(measure_long_prompt(100_000, 64))
+    print(found[-1])
     if args.json:
         with open(args.json, "w") as file:
             json.dump(found, file, indent=1)

@@ -212,7 +212,7 @@ class Engine:
     def _check_books(self, now: float, sent: bool) -> None:
         """Check conservation when it is time; a mismatch heals, it never kills."""
         is_busy = sent or self.core.num_inflight_plans > 0
-        if self._audit.is_due(self.core, now, is_busy=is_busy) and self._audit.check(self.core, now):
+        if self._audit.is_due(now, is_busy=is_busy) and self._audit.check(self.core, now):
             self._reset_core(now, "invariants")
 
     def _check_memory(self, now: float) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from cache_svc.blocks.invariants import check_pool
+from cache_svc.blocks.invariants import check_conservation, check_pool
+from scheduler_svc.core.memory import KvMemory
 from scheduler_svc.core.params import SeqId
 from scheduler_svc.core.queues import WaitingQueue
 from scheduler_svc.core.running import RunningSet
@@ -35,6 +36,14 @@ def check(
     if running is not None:
         stashes = [seq.stash.host_ids for seq in queued if seq.stash is not None]
         problems.extend(_check_running(running, pipeline_depth, stashes))
+    return problems
+
+
+def check_counts(memory: KvMemory) -> list[str]:
+    """What is wrong with the counts of both tiers; O(1)."""
+    problems = check_conservation(memory.device)
+    if memory.host is not None:
+        problems += [f"host tier: {problem}" for problem in check_conservation(memory.host)]
     return problems
 
 

@@ -124,7 +124,6 @@ class PrefixIndex:
     def _key(self, seq: Sequence, index: int) -> bytes:
         keys = self._keys(seq)
         if index >= len(keys):
-            fingerprint, kv_dtype = self._identity
-            root = root_key(fingerprint, kv_dtype, seq.spec.cache_salt, seq.spec.adapter)
+            root = keys[0] if keys else root_key(*self._identity, seq.spec.cache_salt, seq.spec.adapter)
             extend_chain(keys, root, seq.token_ids, self._block_size, index + 1)
         return keys[index]

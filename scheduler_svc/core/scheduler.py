@@ -31,7 +31,7 @@ from scheduler_svc.core.batch import BatchBuilder
 from scheduler_svc.core.deadlines import Deadlines
 from scheduler_svc.core.events import Event, FinishedEvent, FinishReason, Refusal
 from scheduler_svc.core.growth import drop_appends, grow_tables
-from scheduler_svc.core.invariants import check
+from scheduler_svc.core.invariants import check, check_counts
 from scheduler_svc.core.limits import StepLimits, check_config, combine, refuse_length
 from scheduler_svc.core.mapped import num_mapped_blocks
 from scheduler_svc.core.params import ExecutorLimits, QueuePolicy, SchedulerConfig, SeqId, SequenceSpec
@@ -252,6 +252,10 @@ class Scheduler:
     def check_invariants(self) -> list[str]:
         """What is wrong with the books, one line each; empty when nothing is. O(sequences + blocks)."""
         return check(self._sequences, self._waiting, self._running, self.config.pipeline_depth)
+
+    def check_conservation(self) -> list[str]:
+        """What is wrong with the counts of both tiers, one line each; empty when nothing is. O(1)."""
+        return [] if self._running is None else check_counts(self._running.memory)
 
     def num_mapped_blocks(self) -> int:
         """Device blocks in the executor's lanes after the last plan; right after `schedule` only. See `mapped`."""

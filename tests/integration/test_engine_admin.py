@@ -134,20 +134,28 @@ def test_books_are_checked_every_so_many_plans(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_books_too_large_to_be_checked_between_steps_are_checked_in_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit, "MAX_BLOCKS_BUSY", 2)
+    monkeypatch.setattr(audit, "FIRST_GUESS_S", 1.0)
     rig = LockstepRig(config=EngineConfig(check_every_plans=10))
     rig.add_executor(KvExecutor, POOL)
     calls: list[int] = []
+    quick: list[int] = []
 
     def count(core: Scheduler) -> list[str]:
         calls.append(core.stats().running)
         return []
 
+    def count_quick(core: Scheduler) -> list[str]:
+        quick.append(core.stats().running)
+        return []
+
     monkeypatch.setattr(Scheduler, "check_invariants", count)
+    monkeypatch.setattr(Scheduler, "check_conservation", count_quick)
     record = rig.add_gateway().submit(range(40), max_tokens=100)
     rig.finish()
     rig.pass_time(2)
     assert calls == [0]
+    assert len(quick) >= 5, "the counts are added up meanwhile"
+    assert set(quick) == {1}
     assert_oracle(record)
 
 
