@@ -17,6 +17,7 @@ A sequence of strictly higher priority than some that run need not wait for them
 from __future__ import annotations
 
 from scheduler_svc.core.accounting import count_start
+from scheduler_svc.core.costs import TailLosses
 from scheduler_svc.core.growth import Preempt
 from scheduler_svc.core.params import SchedulerConfig
 from scheduler_svc.core.plan import StepPlan
@@ -39,6 +40,7 @@ class Admission:
         "_counters",
         "_growth_reserve",
         "_lengths",
+        "_losses",
         "_max_skip_ahead",
         "_preempt",
         "_running",
@@ -54,6 +56,7 @@ class Admission:
         *,
         lengths: OutputLengths,
         counters: Counters,
+        losses: TailLosses,
         preempt: Preempt,
         suspects: Suspects,
     ) -> None:
@@ -63,6 +66,7 @@ class Admission:
         self._running = running
         self._lengths = lengths
         self._counters = counters
+        self._losses = losses
         self._preempt = preempt
         self._suspects = suspects
 
@@ -121,7 +125,7 @@ class Admission:
                 if seq.in_front or max(seq.num_skipped, len(passed) - 1) >= self._max_skip_ahead:
                     break
                 continue
-            count_start(self._counters, seq, need, running.limits.costs, running.limits.block_size)
+            count_start(self._counters, self._losses, seq, need, running.limits)
             plan.admit.append(running.start(seq, need, plan.step_id, now))
             waiting.admitted(seq)
             if not need.host_ids:

@@ -44,6 +44,9 @@ def _seconds(amount: int, per_second: float) -> float:
     return amount / per_second if amount > 0 and per_second > 0 else inf
 
 
+_LEARNING_RATE = 0.1
+
+
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """What a preemption was expected to cost, for comparison with what it did cost."""
@@ -52,6 +55,8 @@ class Forecast:
     """Seconds by the cheapest way, the chosen one or another."""
     spent_s: float
     """Seconds that the chosen way cost at once: copies to the host tier."""
+    let_go: bool
+    """Whether the chosen way was to let go of the blocks and see what is left of them."""
 
     def regret_s(self, costs: BlockCosts, num_recomputed_blocks: float, num_swapped_in: int) -> float:
         """Seconds beyond the cheapest forecast, now that the sequence is back; 0 where a rate is unknown."""
@@ -61,3 +66,21 @@ class Forecast:
         if num_swapped_in:
             actual_s += num_swapped_in * costs.swap_in_s
         return max(0.0, actual_s - self.best_s) if actual_s < inf else 0.0
+
+
+class TailLosses:
+    """Which part of what a sequence lets go of is gone when it resumes: all, until experience says less.
+
+    How much is needed now says little about it: those who run go on growing until the sequence has its turn. And when
+    memory runs out many make room before the first of them is back, so the first guess decides about all of them.
+    """
+
+    __slots__ = ("share",)
+
+    def __init__(self) -> None:
+        self.share = 1.0
+
+    def resumed(self, num_lost: int, num_recomputed: int) -> None:
+        """A sequence that let go of `num_lost` computed positions has to compute so many of them again."""
+        if num_lost:
+            self.share += _LEARNING_RATE * (num_recomputed / num_lost - self.share)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from scheduler_svc.core.costs import Forecast
+from scheduler_svc.core.costs import Forecast, TailLosses
 from scheduler_svc.core.preemption import Action, Reason, choose_action, forecast_s
 from scheduler_svc.core.queues import WaitingQueue
 from scheduler_svc.core.running import RunningSet
@@ -16,19 +16,20 @@ from scheduler_svc.core.stats import Counters
 class Preempter:
     """Moves sequences from one running set back to the waiting queue."""
 
-    __slots__ = ("_counters", "_running", "_waiting")
+    __slots__ = ("_counters", "_losses", "_running", "_waiting")
 
-    def __init__(self, running: RunningSet, waiting: WaitingQueue, counters: Counters) -> None:
+    def __init__(self, running: RunningSet, waiting: WaitingQueue, counters: Counters, losses: TailLosses) -> None:
         self._running = running
         self._waiting = waiting
         self._counters = counters
+        self._losses = losses
 
     def preempt(self, seq: Sequence, num_needed: int, reason: Reason) -> None:
         """A running sequence makes room for so many blocks, by the way that costs least, and waits in front."""
         running = self._running
         seq.num_preemptions += 1
         running.last_victim = seq.seq_id
-        forecast = forecast_s(running.limits, running.victim(seq), num_needed)
+        forecast = forecast_s(running.limits, running.victim(seq), num_needed, self._losses.share)
         action = choose_action(running.limits.preemption_mode, forecast)
         self._counters.preemptions[self.give_up(seq, action, forecast), reason] += 1
 
@@ -45,7 +46,7 @@ class Preempter:
             seq.requeue()
         if forecast is not None:
             spent_s = stash.num_copied * running.limits.costs.swap_out_s if stash is not None else 0.0
-            seq.forecast = Forecast(min(forecast.values()), spent_s)
+            seq.forecast = Forecast(min(forecast.values()), spent_s, let_go=stash is None)
         self._waiting.push(seq)
         return action
 

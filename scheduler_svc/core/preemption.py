@@ -82,8 +82,11 @@ def choose_victim(running: Iterable[Sequence], below: int, last_victim: SeqId | 
     return max(others or candidates, key=_cheapness)
 
 
-def forecast_s(limits: StepLimits, victim: Victim, num_needed: int) -> dict[Action, float]:
-    """Seconds that each action costs; infinite where a rate is unknown or there is no host tier."""
+def forecast_s(limits: StepLimits, victim: Victim, num_needed: int, tail_share: float) -> dict[Action, float]:
+    """Seconds that each action costs; infinite where a rate is unknown or there is no host tier.
+
+    `tail_share` is the part of its blocks that a sequence usually has lost when it resumes (`costs.TailLosses`).
+    """
     costs = limits.costs
     swap_s = inf
     if limits.num_host_blocks:
@@ -91,7 +94,8 @@ def forecast_s(limits: StepLimits, victim: Victim, num_needed: int) -> dict[Acti
     forecast = {Action.SWAP: swap_s}
     if limits.prefix_cache and num_needed < victim.num_freed:
         # The block that is not full has no key: it is computed again in any case.
-        forecast[Action.TAIL] = _times(num_needed, _bring_back_s(limits)) + costs.recompute_s
+        num_lost = max(num_needed, round(tail_share * victim.num_blocks))
+        forecast[Action.TAIL] = _times(num_lost, _bring_back_s(limits)) + costs.recompute_s
     else:
         forecast[Action.RECOMPUTE] = _times(victim.num_blocks, costs.recompute_s)
     return forecast

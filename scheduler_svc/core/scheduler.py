@@ -28,6 +28,7 @@ from __future__ import annotations
 from cache_svc.blocks.residency import ResidencySampler
 from scheduler_svc.core.admission import Admission
 from scheduler_svc.core.batch import BatchBuilder
+from scheduler_svc.core.costs import TailLosses
 from scheduler_svc.core.deadlines import Deadlines
 from scheduler_svc.core.events import Event, FinishedEvent, FinishReason, Refusal
 from scheduler_svc.core.growth import drop_appends, grow_tables
@@ -75,6 +76,7 @@ class Scheduler:
         self._deadlines = Deadlines(self._sequences)
         self._suspects = Suspects(self._sequences)
         self._lengths = OutputLengths()
+        self._losses = TailLosses()
         self.residency = ResidencySampler(RESIDENCY_EVERY)
         """How long kept blocks stay, and how soon they are used again; over all sessions."""
         self._running: RunningSet | None = None
@@ -286,13 +288,14 @@ class Scheduler:
     def _start_session(self, limits: StepLimits) -> None:
         """Empty lanes and empty tiers on an executor."""
         self._running = RunningSet(limits, self._next_step_id - 1, self.residency)
-        self._preempter = Preempter(self._running, self._waiting, self._counters)
+        self._preempter = Preempter(self._running, self._waiting, self._counters, self._losses)
         self._admission = Admission(
             self.config,
             self._waiting,
             self._running,
             lengths=self._lengths,
             counters=self._counters,
+            losses=self._losses,
             preempt=self._preempter.preempt,
             suspects=self._suspects,
         )

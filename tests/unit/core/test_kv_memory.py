@@ -10,7 +10,7 @@ import pytest
 from cache_svc.blocks.pool import BlockPool
 from cache_svc.blocks.table import BlockTable
 from scheduler_svc.core.copies import Copies
-from scheduler_svc.core.costs import OVERLAP, BlockCosts, Forecast, block_costs
+from scheduler_svc.core.costs import OVERLAP, BlockCosts, Forecast, TailLosses, block_costs
 from scheduler_svc.core.limits import StepLimits, combine
 from scheduler_svc.core.memory import KvMemory
 from scheduler_svc.core.params import ExecutorLimits, HostCache, PreemptionMode, SchedulerConfig, SeqId, SequenceSpec
@@ -268,7 +268,7 @@ def test_costs_come_from_the_rates_and_what_is_unknown_is_never_chosen() -> None
     costs = block_costs(EXECUTOR)
     assert costs == BlockCosts(recompute_s=0.04, swap_out_s=OVERLAP * 0.01, swap_in_s=OVERLAP * 0.005)
     unknown = replace(EXECUTOR, prefill_tokens_per_s=0.0, swap_in_bytes_per_s=0.0)
-    forecast = forecast_s(limits(unknown), Victim(5, 5, 5), 5)
+    forecast = forecast_s(limits(unknown), Victim(5, 5, 5), 5, 0.0)
     assert forecast == {Action.SWAP: inf, Action.RECOMPUTE: inf}
     assert choose_action(PreemptionMode.AUTO, forecast) is Action.RECOMPUTE
 
@@ -277,27 +277,38 @@ def test_the_cheapest_way_is_chosen_per_victim() -> None:
     cheap_copies = limits()
     dear_copies = limits(replace(EXECUTOR, swap_out_bytes_per_s=1e3, swap_in_bytes_per_s=1e3))
     whole = Victim(num_blocks=10, num_freed=10, num_to_copy=10)
-    assert choose_action(PreemptionMode.AUTO, forecast_s(cheap_copies, whole, 10)) is Action.SWAP
-    assert choose_action(PreemptionMode.AUTO, forecast_s(dear_copies, whole, 10)) is Action.RECOMPUTE
-    assert choose_action(PreemptionMode.AUTO, forecast_s(dear_copies, whole, 2)) is Action.TAIL
-    forecast = forecast_s(dear_copies, whole, 2)
+    assert choose_action(PreemptionMode.AUTO, forecast_s(cheap_copies, whole, 10, 0.0)) is Action.SWAP
+    assert choose_action(PreemptionMode.AUTO, forecast_s(dear_copies, whole, 10, 0.0)) is Action.RECOMPUTE
+    assert choose_action(PreemptionMode.AUTO, forecast_s(dear_copies, whole, 2, 0.0)) is Action.TAIL
+    forecast = forecast_s(dear_copies, whole, 2, 0.0)
     assert forecast[Action.TAIL] == pytest.approx(2 * 0.04 + 0.04)
     assert choose_action(PreemptionMode.SWAP, forecast) is Action.SWAP
     there_already = replace(whole, num_to_copy=0)
     dear_out = limits(replace(EXECUTOR, swap_out_bytes_per_s=1e3))
-    assert choose_action(PreemptionMode.AUTO, forecast_s(dear_out, whole, 10)) is Action.RECOMPUTE
-    assert choose_action(PreemptionMode.AUTO, forecast_s(dear_out, there_already, 10)) is Action.SWAP
-    assert choose_action(PreemptionMode.RECOMPUTE, forecast_s(cheap_copies, whole, 10)) is Action.RECOMPUTE
+    assert choose_action(PreemptionMode.AUTO, forecast_s(dear_out, whole, 10, 0.0)) is Action.RECOMPUTE
+    assert choose_action(PreemptionMode.AUTO, forecast_s(dear_out, there_already, 10, 0.0)) is Action.SWAP
+    assert choose_action(PreemptionMode.RECOMPUTE, forecast_s(cheap_copies, whole, 10, 0.0)) is Action.RECOMPUTE
+
+
+def test_what_a_tail_costs_is_learned_from_those_that_came_back() -> None:
+    victim = Victim(num_blocks=10, num_freed=10, num_to_copy=10)
+    losses = TailLosses()
+    first = forecast_s(limits(), victim, 2, losses.share)[Action.TAIL]
+    for _ in range(50):
+        losses.resumed(100, 10)
+        losses.resumed(0, 0)
+    learned = forecast_s(limits(), victim, 2, losses.share)[Action.TAIL]
+    assert first - learned == pytest.approx(8 * (OVERLAP * 0.015), rel=0.01), "10 blocks, then the 2 that are needed"
 
 
 def test_without_a_prefix_cache_there_is_no_tail_to_come_back_to() -> None:
-    forecast = forecast_s(limits(prefix_cache=False), Victim(10, 10, 10), 2)
+    forecast = forecast_s(limits(prefix_cache=False), Victim(10, 10, 10), 2, 0.0)
     assert set(forecast) == {Action.SWAP, Action.RECOMPUTE}
 
 
 def test_regret_is_what_was_paid_beyond_the_cheapest_forecast() -> None:
     costs = BlockCosts(recompute_s=0.04, swap_out_s=0.01, swap_in_s=0.005)
-    forecast = Forecast(best_s=0.1, spent_s=0.02)
+    forecast = Forecast(best_s=0.1, spent_s=0.02, let_go=False)
     assert forecast.regret_s(costs, 0, 10) == 0.0
     assert forecast.regret_s(costs, 5, 0) == pytest.approx(0.12)
     assert forecast.regret_s(BlockCosts(inf, 0.01, 0.005), 1, 0) == 0.0
