@@ -105,7 +105,7 @@ def _result(args: argparse.Namespace, rounds: list[dict[str, Turn]]) -> dict[str
         for base in ("direct", "echo")
     }
     return {
-        "options": {key: str(value) for key, value in vars(args).items()},
+        "options": {key: str(value) for key, value in vars(args).items() if key not in ("model", "output")},
         "machine": machine.describe(),
         "rounds": rounds,
         "ratios": ratios,

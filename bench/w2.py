@@ -72,7 +72,7 @@ def _result(
     base, ours = (statistics.median(turn["tokens_per_s"] for turn in turns[name]) for name in sides)
     return {
         "workload": {"name": "W2", "requests": len(first), "digest": workloads.digest(first)},
-        "options": {key: str(value) for key, value in vars(args).items()},
+        "options": {key: str(value) for key, value in vars(args).items() if key not in ("model", "output")},
         "machine": machine.describe(),
         "turns": turns,
         "median_tokens_per_s": dict(zip(sides, (base, ours), strict=True)),

@@ -9,13 +9,13 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pagemill.model_files import ModelFileError, find_demo_model
-from pagemill.settings import ServiceSettings, file_keys, load
+from pagemill.settings import ServiceSettings, load
 from pagemill_client import roles
 from pagemill_client.config import ServeSettings
 from pagemill_client.listeners import Listener, check_free
@@ -66,8 +66,6 @@ def plan(argv: list[str], directory: Path) -> Stack:
         argv, roles.defaults(ServeSettings), {name: roles.defaults(kind) for name, kind in types.items()}
     )
     settings = load(ServeSettings, shared.serve)
-    if settings.config is not None:
-        _check_keys(settings.config, (ServeSettings, *types.values()))
     model = find_demo_model() if settings.model == "demo" else Path(settings.model)
     if not model.exists():
         raise OptionError(f"--model: no such file or directory: {model}")
@@ -194,12 +192,6 @@ def _connect(loaded: Mapping[str, Any], directory: Path) -> dict[str, list[str]]
         if "scheduler_endpoint" not in loaded[peer.name].model_fields_set:
             added[peer.name] += ["--scheduler-endpoint", endpoint]
     return added
-
-
-def _check_keys(file: Path, readers: Iterable[type[ServiceSettings]]) -> None:
-    unknown = sorted(file_keys(file).difference(*(reader.model_fields for reader in readers)))
-    if unknown:
-        raise OptionError(f"--config {file}: neither serve nor a role has the option {unknown[0]!r}")
 
 
 def _check_times(settings: ServeSettings, loaded: Mapping[str, Any]) -> None:

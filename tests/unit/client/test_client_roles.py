@@ -100,10 +100,11 @@ def test_a_key_of_the_file_that_nobody_knows_is_refused(
     (tmp_path / "m.gguf").touch()
     (tmp_path / name).write_text(text)
     argv = ["--model", str(tmp_path / "m.gguf"), "--port=0", "--config", str(tmp_path / name)]
-    assert serve.main(argv) == 2
-    assert capsys.readouterr().err == (
-        f"pagemill serve: --config {tmp_path / name}: neither serve nor a role has the option 'water_mark'\n"
-    )
+    with pytest.raises(SystemExit) as caught:
+        serve.main(argv)
+    assert caught.value.code == 2
+    line = f"--config {tmp_path / name}: no process has the option 'water_mark'; did you mean 'watermark'?"
+    assert capsys.readouterr().err == f"pagemill serve: {line}\n"
     (tmp_path / name).write_text(text.splitlines()[0])
     assert serve.plan(argv, tmp_path).settings.config == tmp_path / name
 
