@@ -112,7 +112,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FlushPrefixCache(self, request, context):
-        """Forgets all cached prefixes that no running request uses. Their next use computes them anew.
+        """Forgets all cached prefixes, so that their next use computes them anew. Running requests keep what they have.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
