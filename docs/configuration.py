@@ -34,8 +34,9 @@ A switch is `--prefix-cache` or `--no-prefix-cache`, `PAGEMILL_PREFIX_CACHE=fals
 
 One environment or file may serve several processes: each reads the options it has. An unknown flag, a value out of
 range, a file that cannot be read (with line and column) or has a key that no process knows (with the nearest name) ends
-the process at once with status 2 and one line (below the usage, for an unknown flag); an unknown variable is ignored. `pagemill serve` passes options on:
-`--max-num-seqs 32` to every process that has it, `--executor.metrics-port 9200` to one.
+the process at once with status 2 and one line (below the usage, for an unknown flag); an unknown variable is ignored.
+`pagemill serve` passes options on: `--max-num-seqs 32` to every process that has it, `--executor.metrics-port 9200` to
+one.
 
 What the options about memory do together is in [kv-memory.md](kv-memory.md).
 """
