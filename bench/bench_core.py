@@ -155,6 +155,18 @@ def blocked(num_steps: int) -> list[float]:
     return times
 
 
+def reserving(num_steps: int) -> list[float]:
+    """1,024 sequences of 2,048 tokens run, and what 10,000 others would need is kept for their growth."""
+    load = Load(1025, 1024 * 200, (2047, 2047), 2000, chunk=1 << 16)
+    load.submit(1024)
+    while load.scheduler.stats().prefill_tokens_total < 1024 * 2048:
+        load.run(10, refill=False)
+    load.submit(10_000)
+    times = load.run(num_steps, refill=False)
+    assert load.scheduler.stats().queue_requests > 9_000
+    return times
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
@@ -166,6 +178,7 @@ def main() -> None:
         "steady 1024 x 8192 tokens": lambda: steady_long(min(args.steps, 500)),
         "churn 256": lambda: churn(0, args.steps),
         "churn 256, 10000 queued": lambda: churn(10_000, args.steps),
+        "reserving 1024, 10000 queued": lambda: reserving(min(args.steps, 300)),
         "blocked 256, 10000 queued": lambda: blocked(args.steps),
     }
     report = {}

@@ -8,7 +8,7 @@ preempted ones are there, and letting others take the room that a preemption mad
 A sequence whose next block another one is computing right now is set aside until it is there. One in front is not: it
 would hold up everybody else.
 
-Beyond the watermark, admission leaves what the running sequences are expected to grow by (`reserve`): a short request
+Beyond the watermark, admission leaves what the running sequences are expected to grow by (`outlook`): a short request
 finds its place between long ones, and those rarely have to make room for what was admitted after them.
 
 A sequence of strictly higher priority than some that run need not wait for them: they make room if that suffices.
@@ -19,11 +19,12 @@ from __future__ import annotations
 from scheduler_svc.core.accounting import count_start
 from scheduler_svc.core.costs import TailLosses
 from scheduler_svc.core.growth import Preempt
+from scheduler_svc.core.outlook import Outlook
 from scheduler_svc.core.params import SchedulerConfig
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.preemption import Reason, is_finishing, is_immune
 from scheduler_svc.core.queues import WaitingQueue
-from scheduler_svc.core.reserve import OutputLengths, peak_blocks
+from scheduler_svc.core.reserve import OutputLengths
 from scheduler_svc.core.running import Need, RunningSet
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.stats import Counters
@@ -102,6 +103,7 @@ class Admission:
     def admit(self, plan: StepPlan, num_tokens: int, now: float) -> None:
         """Starts sequences whose first chunks fit into `num_tokens`, writing their admissions into the plan."""
         waiting, running = self._waiting, self._running
+        outlook = Outlook(running, self._lengths, self._growth_reserve)
         popped: list[Sequence] = []
         passed: list[Sequence] = []
         num_waiting_for_prefix = 0
@@ -119,7 +121,7 @@ class Admission:
                 if num_waiting_for_prefix >= MAX_WAITING_FOR_PREFIX:
                     break
                 continue
-            if not self._fits(seq, need):
+            if not self._fits(seq, need, outlook):
                 popped.append(seq)
                 passed.append(seq)
                 if seq.in_front or max(seq.num_skipped, len(passed) - 1) >= self._max_skip_ahead:
@@ -127,6 +129,7 @@ class Admission:
                 continue
             count_start(self._counters, self._losses, seq, need, running.limits)
             plan.admit.append(running.start(seq, need, plan.step_id, now))
+            outlook.started(seq)
             waiting.admitted(seq)
             if not need.host_ids:
                 num_tokens -= min(seq.prefill_len - need.num_cached, running.limits.max_chunk)
@@ -150,7 +153,7 @@ class Admission:
     def _watermark(self) -> int:
         return self._running.limits.watermark_blocks if self._running.num_running else 0
 
-    def _fits(self, seq: Sequence, need: Need) -> bool:
+    def _fits(self, seq: Sequence, need: Need, outlook: Outlook) -> bool:
         running = self._running
         return (
             running.is_settled(seq)
@@ -158,31 +161,8 @@ class Admission:
             and running.num_running < running.limits.max_seqs
             and running.lanes.num_free > 0
             and need.num_taken + need.num_reserved + self._watermark() <= running.pool.num_allocatable
-            and self._leaves_growth(seq, need)
+            and outlook.has_room_for(seq, need)
         )
-
-    def _leaves_growth(self, seq: Sequence, need: Need) -> bool:
-        """Whether those that run, and this one, can be expected to get all their blocks.
-
-        With nothing running there is nobody to leave anything to, below half of the pool there is no hurry, and those
-        of lower priority make room when it comes to that.
-        """
-        running = self._running
-        pool, limits = running.pool, running.limits
-        num_used = pool.num_used + need.num_taken
-        if not self._growth_reserve or not running.num_running or 2 * num_used <= pool.num_blocks:
-            return True
-        peers = [other for other in running if other.priority >= seq.priority]
-        alone = [(self._growth(other, _num_slots(other)), _num_held(running, other)) for other in peers]
-        alone.append((self._growth(seq, need.num_blocks * limits.block_size), need.num_taken))
-        num_shared = len({block_id for other in peers for block_id in _shared(running, other)})
-        peak = num_shared + peak_blocks(alone, limits.block_size)
-        return peak <= pool.num_blocks
-
-    def _growth(self, seq: Sequence, num_slots: int) -> float:
-        """Positions that the sequence is expected to need beyond those slots; its last token needs none."""
-        remaining = self._lengths.remaining(seq.num_output_tokens, seq.token_limit - seq.prompt_len)
-        return max(0.0, len(seq.token_ids) + remaining - 1 - num_slots) * self._growth_reserve
 
     def _next_outranks(self) -> bool:
         """Whether the next one to start has a higher priority than some that run."""
@@ -208,16 +188,6 @@ def _num_held(running: RunningSet, seq: Sequence) -> int:
     assert seq.table is not None
     num_refs = running.pool.num_refs
     return seq.num_reserved + sum(1 for block_id in seq.table.block_ids if num_refs(block_id) == 1)
-
-
-def _num_slots(seq: Sequence) -> int:
-    return 0 if seq.table is None else seq.table.num_slots
-
-
-def _shared(running: RunningSet, seq: Sequence) -> list[int]:
-    assert seq.table is not None
-    num_refs = running.pool.num_refs
-    return [block_id for block_id in seq.table.block_ids if num_refs(block_id) > 1]
 
 
 def _weakness(seq: Sequence) -> tuple[int, float, int, int]:

@@ -97,11 +97,11 @@ class Copies:
         held = Counter(self.device_refs())
         return sum(1 for block_id, count in held.items() if self._device.num_refs(block_id) == count)
 
-    def distrust(self, key: bytes) -> None:
-        """What is copied under that key is not to be found by it."""
+    def forget(self, key: bytes | None = None) -> None:
+        """What is copied under that key, or under any, is not to be found by it."""
         for transfer in (self.queued, *self._under_way.values()):
             for copies in (transfer.swap_outs, transfer.swap_ins):
-                copies[:] = [(src, dst, None if known == key else known) for src, dst, known in copies]
+                copies[:] = [(src, dst, None if key in {None, known} else known) for src, dst, known in copies]
 
     def device_refs(self) -> list[int]:
         """Device blocks that copies hold, once per copy."""

@@ -125,7 +125,7 @@ class KvMemory:
             key = self.device.key_of(block_id)
             if key is not None:
                 self.device.unpublish(block_id)
-                self.copies.distrust(key)
+                self.copies.forget(key)
                 host_id = None if self.host is None else self.host.lookup(key)
                 if self.host is not None and host_id is not None:
                     self.host.unpublish(host_id)
@@ -134,6 +134,7 @@ class KvMemory:
         """Forgets everything that is kept for reuse; returns how many blocks."""
         if self._residency is not None:
             self._residency.flush_samples()
+        self.copies.forget()
         return self.device.flush() + (0 if self.host is None else self.host.flush())
 
     def _keep(self, block_id: int, key: bytes) -> None:

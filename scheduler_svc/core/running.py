@@ -144,6 +144,7 @@ class RunningSet:
         seq.start(lane, table, need.num_reserved, need.num_cached, now)
         seq.last_step_id = step_id
         seq.first_row_step_id = step_id + 1 if need.host_ids else step_id
+        seq.num_found = sum(1 for block_id in need.device_ids if block_id is not None)
         seq.prefix.num_published = need.num_cached // self.limits.block_size
         self.memory.prefix.expect(seq, need.num_cached + self.limits.max_chunk)
         self.num_running += 1

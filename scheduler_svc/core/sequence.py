@@ -98,6 +98,7 @@ class Sequence:
         "num_cached_prompt",
         "num_computed",
         "num_failed_steps",
+        "num_found",
         "num_known_at_failure",
         "num_lost",
         "num_planned",
@@ -143,7 +144,7 @@ class Sequence:
         self.prefill_len = len(self.token_ids)
         self.lane = NO_LANE
         self.table: BlockTable | None = None
-        self.num_reserved = 0
+        self.num_reserved = self.num_found = 0
         """Free blocks of the pool that are promised to this sequence."""
         self.last_step_id = 0
         """The last plan that touched its lane or blocks; later ones than the last result are in flight."""
@@ -177,6 +178,16 @@ class Sequence:
     def state(self) -> SequenceState:
         """Where the sequence is; moved by `start`, `swap_out`, `requeue` and `finish` only."""
         return self._state
+
+    @property
+    def num_slots(self) -> int:
+        """Positions of a running sequence that have slots; 0 for others."""
+        return 0 if self.table is None else self.table.num_slots
+
+    @property
+    def num_brought(self) -> int:
+        """Blocks of a running sequence that were not there already when it started (`num_found` were)."""
+        return 0 if self.table is None else len(self.table.block_ids) - self.num_found
 
     @property
     def num_settled(self) -> int:

@@ -186,6 +186,19 @@ def test_a_distrusted_key_is_not_given_when_its_copy_is_reported() -> None:
     assert [memory.host.key_of(host_id) is None for host_id in stash.host_ids] == [True, False]
 
 
+def test_a_flush_forgets_what_is_on_its_way_too() -> None:
+    memory = KvMemory(limits())
+    assert memory.host is not None
+    seq = started(1, list(range(8)), allocate(memory.device, 2))
+    seq.num_planned = 8
+    memory.publish(seq, 8)
+    assert memory.stash(seq) is not None
+    memory.copies.write(StepPlan(1))
+    assert memory.flush() == 2
+    memory.copies.finished(1)
+    assert [memory.host.key_of(host_id) for host_id in range(8)] == [None] * 8
+
+
 # Tiers
 
 

@@ -1,0 +1,61 @@
+"""`Outlook`: whether those that run on one executor can be expected to get all their blocks if one more joins them.
+
+Made for one plan's admissions and built when first asked: it costs a pass over the running sequences, and most plans
+admit nobody or have more than half of the pool to spare.
+"""
+
+from __future__ import annotations
+
+from operator import ge
+
+from scheduler_svc.core.reserve import OutputLengths, peak_blocks
+from scheduler_svc.core.running import Need, RunningSet
+from scheduler_svc.core.sequence import Sequence
+
+
+class Outlook:
+    """The expected growth of a running set; `share` of it is to be left to those that run, 0 for none."""
+
+    __slots__ = ("_lengths", "_refused", "_running", "_share", "_sizes")
+
+    def __init__(self, running: RunningSet, lengths: OutputLengths, share: float) -> None:
+        self._running = running
+        self._lengths = lengths
+        self._share = share
+        self._sizes: list[tuple[int, float, int]] | None = None
+        """Of each running sequence: priority, positions beyond its slots, blocks that it brought."""
+        self._refused: tuple[int, float, int] | None = None
+        """The last sequence there was no room for; there is none for one that is larger in everything either."""
+
+    def has_room_for(self, seq: Sequence, need: Need) -> bool:
+        """Whether the sequence can start without taking blocks that others are expected to need.
+
+        With nothing running there is nobody to leave anything to, below half of the pool there is no hurry, and those
+        of lower priority make room when it comes to that.
+        """
+        running = self._running
+        pool, block_size = running.pool, running.limits.block_size
+        num_used = pool.num_used + need.num_taken
+        if not self._share or not running.num_running or 2 * num_used <= pool.num_blocks:
+            return True
+        if self._sizes is None:
+            self._sizes = [(s.priority, self._growth(s, s.num_slots), s.num_brought) for s in running]
+        num_shared = max(0, pool.num_used - sum(num_brought for _, _, num_brought in self._sizes))
+        size = (-seq.priority, self._growth(seq, need.num_blocks * block_size), need.num_taken)
+        if self._refused is not None and all(map(ge, size, self._refused)):
+            return False
+        peers = [(growth, brought) for priority, growth, brought in self._sizes if priority >= seq.priority]
+        if num_shared + peak_blocks([*peers, size[1:]], block_size) <= pool.num_blocks:
+            return True
+        self._refused = size
+        return False
+
+    def started(self, seq: Sequence) -> None:
+        """The sequence runs now."""
+        if self._sizes is not None:
+            self._sizes.append((seq.priority, self._growth(seq, seq.num_slots), seq.num_brought))
+
+    def _growth(self, seq: Sequence, num_slots: int) -> float:
+        """Positions that the sequence is expected to need beyond those slots; its last token needs none."""
+        remaining = self._lengths.remaining(seq.num_output_tokens, seq.token_limit - seq.prompt_len)
+        return max(0.0, len(seq.token_ids) + remaining - 1 - num_slots) * self._share
