@@ -74,6 +74,8 @@ class ChatSettings(SamplingSettings):
     """Talk to the model."""
 
     prog: ClassVar[str] = "pagemill chat"
+    max_tokens: int | None = Field(default=512, ge=1)
+    """most tokens of one answer"""
     message: str = ""
     """answer this one message and stop; - reads it from standard input; default: talk until /exit"""
     system: str = ""

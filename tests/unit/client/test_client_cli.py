@@ -105,14 +105,24 @@ async def test_no_service_is_one_line_that_helps(capsys: pytest.CaptureFixture[s
 
 
 async def test_chat_answers_one_message(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
-    assert await pagemill("chat", "--message", "hi", "--system", "be brief", "--target", gateway.target) == 0
+    assert (
+        await pagemill(
+            "chat", "--message", "hi", "--system", "be brief", "--max-tokens", "3", "--target", gateway.target
+        )
+        == 0
+    )
     assert capsys.readouterr().out == "abc\n"
     assert [(m.role, m.content) for m in gateway.requests[0].chat.messages] == [("system", "be brief"), ("user", "hi")]
 
 
+async def test_an_answer_of_chat_has_a_limit_by_default(gateway: FakeGateway) -> None:
+    assert await pagemill("chat", "--message", "hi", "--target", gateway.target) == 0
+    assert gateway.requests[0].stopping.max_tokens == 512
+
+
 async def test_chat_keeps_history_until_cleared(gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n\n/help\ntwo\n/clear\nthree\n/exit\nfour\n"))
-    assert await pagemill("chat", "--target", gateway.target) == 0
+    assert await pagemill("chat", "--max-tokens", "3", "--target", gateway.target) == 0
     turns = [[m.content for m in request.chat.messages] for request in gateway.requests]
     assert turns == [["one"], ["one", "abc", "two"], ["three"]]
 
