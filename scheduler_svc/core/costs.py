@@ -41,7 +41,7 @@ def block_costs(executor: ExecutorLimits) -> BlockCosts:
 
 
 def _seconds(amount: int, per_second: float) -> float:
-    return amount / per_second if amount > 0 and per_second > 0 else inf
+    return amount / per_second if amount > 0 and 0 < per_second < inf else inf
 
 
 _LEARNING_RATE = 0.1

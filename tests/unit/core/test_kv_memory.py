@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
+from math import inf, nan
 
 import pytest
 
@@ -284,6 +284,14 @@ def test_costs_come_from_the_rates_and_what_is_unknown_is_never_chosen() -> None
     forecast = forecast_s(limits(unknown), Victim(5, 5, 5), 5, 0.0)
     assert forecast == {Action.SWAP: inf, Action.RECOMPUTE: inf}
     assert choose_action(PreemptionMode.AUTO, forecast) is Action.RECOMPUTE
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, inf, nan])
+def test_a_rate_that_is_none_is_unknown(rate: float) -> None:
+    odd = replace(EXECUTOR, prefill_tokens_per_s=rate, swap_in_bytes_per_s=rate, swap_out_bytes_per_s=rate)
+    assert block_costs(odd) == BlockCosts(inf, inf, inf)
+    assert KvMemory(limits(odd)).host is not None
+    assert block_costs(replace(EXECUTOR, bytes_per_block=0)).swap_out_s == inf
 
 
 def test_the_cheapest_way_is_chosen_per_victim() -> None:
