@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor_svc.attention import sdpa
+from executor_svc.attention import row_groups
 from executor_svc.attention.base import AttentionOptions
 from executor_svc.attention.sdpa import SdpaBackend
 from executor_svc.batch import Batch
@@ -141,7 +141,7 @@ def test_chunks_longer_than_one_piece() -> None:
 def test_large_groups_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """However little may be gathered at once, down to less than one row."""
     for limit in (0, 20_000, 200_000):
-        monkeypatch.setattr(sdpa, "_MAX_GATHER_BYTES", limit)
+        monkeypatch.setattr(row_groups, "MAX_GATHER_BYTES", limit)
         assert run_case([(1, 60 + i) for i in range(20)]) < 2e-6
 
 
