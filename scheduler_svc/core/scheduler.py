@@ -75,6 +75,8 @@ class Scheduler:
         self._waiting = WaitingQueue(config.queue_policy)
         self._deadlines = Deadlines(self._sequences)
         self._suspects = Suspects(self._sequences)
+        self._left_in_flight: list[InFlight] = []
+        """Plans that were in flight when the last executor was lost."""
         self._lengths = OutputLengths()
         self._losses = TailLosses()
         self.residency = ResidencySampler(RESIDENCY_EVERY)
@@ -98,32 +100,32 @@ class Scheduler:
         """Plans whose results are not in."""
         return 0 if self._running is None else len(self._running.inflight)
 
-    def attach_executor(self, limits: ExecutorLimits, now: float) -> list[Event]:
+    def attach_executor(self, limits: ExecutorLimits, now: float, *, predecessor_died: bool = False) -> list[Event]:
         """Starts a session on an executor with empty lanes; detaches an earlier one first.
 
         Sequences that can never fit there end with NO_FIT and, where the prompt alone is too long, with the refusal
-        that says so. ValueError, changing nothing, for limits below one.
+        that says so. With `predecessor_died`, those who had rows in flight on the executor before are suspected, and
+        end with POISON the second time (`suspects`): only who comes next shows whether that one died or was away for a
+        moment. ValueError, changing nothing, for limits below one.
         """
         step_limits = combine(self.config, limits)
         if self._running is not None:
             self._lose_executor()
+        poisonous = self._suspects.executor_died(self._left_in_flight, now) if predecessor_died else []
+        self._left_in_flight = []
         self._start_session(step_limits)
+        for seq in poisonous:
+            self._finish(seq, FinishReason.POISON, now)
         for seq in list(self._sequences.values()):
             seq.limit_tokens(step_limits.token_limit)
             if seq.token_limit <= len(seq.token_ids):
                 self._finish(seq, FinishReason.NO_FIT, now, refuse_length(step_limits, seq.prompt_len))
         return self._take_events()
 
-    def detach_executor(self, now: float, *, died: bool = False) -> list[Event]:
-        """The executor is gone: what ran waits to be recomputed, plans in flight are forgotten. Idempotent.
-
-        With `died`, those who ran in these plans are suspected, and end with POISON the second time; see `suspects`.
-        """
+    def detach_executor(self, now: float) -> list[Event]:
+        """The executor is gone: what ran waits to be recomputed, plans in flight are forgotten. Idempotent."""
         if self._running is not None:
-            poisonous = self._suspects.executor_died(self._running.inflight, now) if died else []
             self._lose_executor()
-            for seq in poisonous:
-                self._finish(seq, FinishReason.POISON, now)
         return self._take_events()
 
     # Sequences
@@ -305,6 +307,7 @@ class Scheduler:
         running, preempter = self._running, self._preempter
         assert running is not None
         assert preempter is not None
+        self._left_in_flight = list(running.inflight)
         self._counters.end_session(running.memory)
         self.residency.flush_samples()
         lost = [seq for seq in self._sequences.values() if seq.state in (SequenceState.RUNNING, SequenceState.SWAPPED)]

@@ -45,9 +45,12 @@ class Driver:
     def live(self) -> list[int]:
         return [seq_id for seq_id in self.specs if seq_id not in self.ends]
 
-    def attach(self, limits: ExecutorLimits) -> None:
+    def attach(self, limits: ExecutorLimits, *, predecessor_died: bool = False) -> None:
         self.results.clear()
-        events = self.scheduler.attach_executor(limits, self.now)
+        if predecessor_died:
+            for seq_id in self.live:
+                self.allowed_ends[seq_id].add(FinishReason.POISON)
+        events = self.scheduler.attach_executor(limits, self.now, predecessor_died=predecessor_died)
         for seq_id in self.live:
             self.allowed_ends[seq_id].add(FinishReason.NO_FIT)
         self._take(events)
@@ -62,13 +65,10 @@ class Driver:
             copy_lag=self.copy_lag,
         )
 
-    def detach(self, *, died: bool = False) -> None:
+    def detach(self) -> None:
         self.results.clear()
         self.executor = None
-        if died:
-            for seq_id in self.live:
-                self.allowed_ends[seq_id].add(FinishReason.POISON)
-        self._take(self.scheduler.detach_executor(self.now, died=died))
+        self._take(self.scheduler.detach_executor(self.now))
         assert self.scheduler.stats().running == 0
 
     def submit(

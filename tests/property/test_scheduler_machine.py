@@ -168,9 +168,9 @@ class LossMachine(PressureMachine):
         if kind == "fail":
             self.driver.fail_step()
         if "detach" in kind or kind == "death":
-            self.driver.detach(died=kind == "death")
+            self.driver.detach()
         if "attach" in kind.replace("detach", "") or kind == "death":
-            self.driver.attach(data.draw(self.limits))
+            self.driver.attach(data.draw(self.limits), predecessor_died=kind == "death")
 
 
 TestPressure = PressureMachine.TestCase

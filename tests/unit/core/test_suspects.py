@@ -41,8 +41,8 @@ def answer(scheduler: Scheduler) -> None:
 
 
 def die(scheduler: Scheduler) -> list[tuple[int, FinishReason]]:
-    events = scheduler.detach_executor(0.0, died=True)
-    scheduler.attach_executor(EXECUTOR, 0.0)
+    events = scheduler.detach_executor(0.0)
+    events += scheduler.attach_executor(EXECUTOR, 0.0, predecessor_died=True)
     return [(event.seq_id, event.reason) for event in events if isinstance(event, FinishedEvent)]
 
 
@@ -81,7 +81,7 @@ def test_the_second_death_under_one_sequence_ends_it_and_its_prompt_is_refused_f
     assert scheduler.submit(spec(12, prompt=culprit), REFUSED_S) is None
 
 
-def test_an_executor_that_leaves_on_purpose_makes_nobody_a_suspect() -> None:
+def test_an_executor_that_comes_back_or_left_on_purpose_makes_nobody_a_suspect() -> None:
     scheduler = scheduler_with(1, 2)
     rows(scheduler)
     scheduler.detach_executor(0.0)
