@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from scheduler_svc.core.costs import TailLosses
 from scheduler_svc.core.limits import StepLimits
 from scheduler_svc.core.running import Need
@@ -25,7 +27,8 @@ def count_start(counters: Counters, losses: TailLosses, seq: Sequence, need: Nee
     counters.recomputed_tokens += num_recomputed
     if seq.forecast is not None:
         if seq.forecast.let_go:
-            losses.resumed(seq.num_lost, num_recomputed + num_swapped)
+            losses.resumed(seq.num_lost, min(seq.num_lost, num_recomputed + num_swapped))
         counters.regret_s += seq.forecast.regret_s(limits.costs, num_recomputed / block_size, len(need.host_ids))
-        counters.forecast_s += seq.forecast.best_s
+        if seq.forecast.best_s < inf:
+            counters.forecast_s += seq.forecast.best_s
         seq.forecast = None

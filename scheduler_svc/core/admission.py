@@ -5,8 +5,7 @@ those who run can grow. When the next one in order does not fit now, up to `max_
 after that many it goes in front of its priority and admission waits for it. Nobody passes a sequence in front:
 preempted ones are there, and letting others take the room that a preemption made would preempt again.
 
-A sequence whose next block another one is computing right now is set aside until it is there. One in front is not: it
-would hold up everybody else.
+A sequence whose next block another one is computing right now is set aside until it is there, and holds up nobody.
 
 Beyond the watermark, admission leaves what the running sequences are expected to grow by (`outlook`): a short request
 finds its place between long ones, and those rarely have to make room for what was admitted after them.
@@ -30,8 +29,10 @@ from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.stats import Counters
 from scheduler_svc.core.suspects import Suspects
 
-MAX_WAITING_FOR_PREFIX = 64
-"""Sequences set aside in one plan because another is computing their prefix; looking at more would cost the step."""
+MAX_SET_ASIDE = 1024
+"""Sequences looked at in one plan beside those that start: one that waits for a prefix costs a microsecond."""
+MAX_CONSIDERED = 16
+"""Sequences for which one plan may make room."""
 
 
 class Admission:
@@ -80,12 +81,17 @@ class Admission:
         waiting, running = self._waiting, self._running
         num_seats = running.limits.max_seqs - running.num_running
         num_blocks = running.pool.num_allocatable + running.num_leaving - running.limits.watermark_blocks
+        outlook = Outlook(running, self._lengths, self._growth_reserve)
         considered: list[Sequence] = []
-        while self._next_outranks():
+        while self._next_outranks() and len(considered) < MAX_CONSIDERED:
             seq = waiting.pop(now)
             assert seq is not None
             considered.append(seq)
+            if self._suspects.must_wait(seq) or running.memory.prefix.must_wait(seq):
+                continue
             need = running.need(seq)
+            if need.should_wait or not outlook.has_room_for(seq, need):
+                continue
             needed = need.num_taken + need.num_reserved
             victims = self._victims(seq.priority, num_seats, needed - num_blocks)
             if victims is None:
@@ -97,8 +103,7 @@ class Admission:
                 num_blocks += _num_held(running, victim)
                 self._preempt(victim, num_missing, Reason.PRIORITY)
             num_blocks -= needed
-        for seq in reversed(considered):
-            waiting.put_back(seq)
+        waiting.put_back(considered)
 
     def admit(self, plan: StepPlan, num_tokens: int, now: float) -> None:
         """Starts sequences whose first chunks fit into `num_tokens`, writing their admissions into the plan."""
@@ -106,20 +111,16 @@ class Admission:
         outlook = Outlook(running, self._lengths, self._growth_reserve)
         popped: list[Sequence] = []
         passed: list[Sequence] = []
-        num_waiting_for_prefix = 0
-        while num_tokens > 0 and self._has_room():
+        while num_tokens > 0 and self._has_room() and len(popped) < MAX_SET_ASIDE:
             seq = waiting.pop(now)
             if seq is None:
                 break
-            if self._suspects.must_wait(seq):  # it is in front, and yet holds up nobody
-                popped.append(seq)
+            if self._suspects.must_wait(seq) or running.memory.prefix.must_wait(seq):
+                popped.append(seq)  # even in front, it holds up nobody
                 continue
             need = running.need(seq)
-            if need.should_wait and not seq.in_front:
+            if need.should_wait:
                 popped.append(seq)
-                num_waiting_for_prefix += 1
-                if num_waiting_for_prefix >= MAX_WAITING_FOR_PREFIX:
-                    break
                 continue
             if not self._fits(seq, need, outlook):
                 popped.append(seq)
@@ -130,6 +131,7 @@ class Admission:
             count_start(self._counters, self._losses, seq, need, running.limits)
             plan.admit.append(running.start(seq, need, plan.step_id, now))
             outlook.started(seq)
+            self._suspects.started(seq)
             waiting.admitted(seq)
             if not need.host_ids:
                 num_tokens -= min(seq.prefill_len - need.num_cached, running.limits.max_chunk)
@@ -137,9 +139,9 @@ class Admission:
                 other.num_skipped += 1
             if any(other.num_skipped >= self._max_skip_ahead for other in passed):
                 break
-        for seq in reversed(popped):
+        for seq in passed:
             seq.in_front = seq.in_front or seq.num_skipped >= self._max_skip_ahead
-            waiting.put_back(seq)
+        waiting.put_back(popped)
 
     def _has_room(self) -> bool:
         """Whether the smallest sequence could start; a cheap no for the steps of a full executor."""

@@ -23,10 +23,10 @@ def grow_tables(running: RunningSet, plan: StepPlan, preempt: Preempt) -> bool:
     needy = [s for s in running.decoding if s.num_planned >= s.horizon and not is_finishing(s)]
     if len(needy) > 1 and len(needy) > running.pool.num_allocatable:
         needy.sort(key=_strength)
-    stalled: list[Sequence] = []
+    growth = _Growth(running, plan, preempt)
     everyone_ran = True
     for seq in needy:
-        if seq.state is SequenceState.RUNNING and not _grow_or_make_room(running, plan, seq, stalled, preempt):
+        if seq.state is SequenceState.RUNNING and not growth.grow_or_make_room(seq):
             everyone_ran = False
     return everyone_ran
 
@@ -43,29 +43,40 @@ def drop_appends(plan: StepPlan, running: RunningSet) -> None:
     plan.append_block_ids = [block_id for _, block_id in appends]
 
 
-def _grow_or_make_room(
-    running: RunningSet, plan: StepPlan, seq: Sequence, stalled: list[Sequence], preempt: Preempt
-) -> bool:
-    """Whether the sequence has grown and nobody was preempted for it."""
-    was_easy = True
-    while not running.grow(seq, plan):
-        was_easy = False
-        num_needed = sum(map(_num_missing, [*stalled, seq])) - _num_coming(running)
-        if num_needed <= 0:
-            stalled.append(seq)
-            break
-        victim = choose_victim(running, seq.priority + 1, running.last_victim)
-        assert victim is not None, "the sequence itself is a candidate"
-        preempt(victim, num_needed, Reason.MEMORY)
-        if victim is seq:
-            break
-    return was_easy
+class _Growth:
+    """One plan's growing: how many blocks are on their way, and how many of them are spoken for."""
+
+    def __init__(self, running: RunningSet, plan: StepPlan, preempt: Preempt) -> None:
+        self._running = running
+        self._plan = plan
+        self._preempt = preempt
+        self._num_coming: int | None = None
+        self._num_stalled = 0
+
+    def grow_or_make_room(self, seq: Sequence) -> bool:
+        """Whether the sequence has grown and nobody was preempted for it."""
+        was_easy = True
+        while not self._running.grow(seq, self._plan):
+            was_easy = False
+            if self._num_coming is None:
+                self._num_coming = _num_coming(self._running)
+            num_needed = self._num_stalled + _num_missing(seq) - self._num_coming
+            if num_needed <= 0:
+                self._num_stalled += _num_missing(seq)
+                break
+            victim = choose_victim(self._running, seq.priority + 1, self._running.last_victim)
+            assert victim is not None, "the sequence itself is a candidate"
+            self._preempt(victim, num_needed, Reason.MEMORY)
+            self._num_coming = None
+            if victim is seq:
+                break
+        return was_easy
 
 
 def _num_coming(running: RunningSet) -> int:
     """Blocks that will be free once the plans in flight are done, without losing anything."""
-    finishing = (s.table for s in running.decoding if s.state is SequenceState.RUNNING and is_finishing(s))
-    return running.num_leaving + sum(len(table.block_ids) for table in finishing if table is not None)
+    finishing = [s for s in running.decoding if s.state is SequenceState.RUNNING and is_finishing(s)]
+    return running.num_leaving + sum(seq.num_brought for seq in finishing)
 
 
 def _num_missing(seq: Sequence) -> int:

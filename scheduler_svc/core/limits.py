@@ -48,7 +48,7 @@ class StepLimits:
         0 where either rate is unknown. The batch waits for these copies, so they are not weighed by `OVERLAP`.
         """
         step_s, copy_s = self.max_tokens / self.block_size * self.costs.recompute_s, self.costs.swap_out_s / OVERLAP
-        return int(share * step_s / copy_s) if max(step_s, copy_s) < inf else 0
+        return int(min(share * step_s / copy_s, self.num_blocks)) if max(step_s, copy_s) < inf else 0
 
 
 def check_config(config: SchedulerConfig) -> None:

@@ -119,16 +119,14 @@ class KvMemory:
         assert self.host is not None
         self.host.release(stash.host_ids)
 
-    def distrust(self, block_ids: Ids[int]) -> None:
-        """Forgets what is known about the blocks in both tiers: something about their content is wrong."""
-        for block_id in block_ids:
-            key = self.device.key_of(block_id)
-            if key is not None:
-                self.device.unpublish(block_id)
-                self.copies.forget(key)
-                host_id = None if self.host is None else self.host.lookup(key)
-                if self.host is not None and host_id is not None:
-                    self.host.unpublish(host_id)
+    def distrust(self, keys: Ids[bytes]) -> None:
+        """Forgets what is known under the keys in both tiers: something about the content is wrong."""
+        for key in keys:
+            self.copies.forget(key)
+            for pool in (self.device, self.host):
+                block_id = None if pool is None else pool.lookup(key)
+                if pool is not None and block_id is not None:
+                    pool.unpublish(block_id)
 
     def flush(self) -> int:
         """Forgets everything that is kept for reuse; returns how many blocks."""

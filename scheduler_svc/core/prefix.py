@@ -19,6 +19,9 @@ from scheduler_svc.core.sequence import Sequence
 MAX_NEW_KEYS = 1024
 """Keys made for one sequence in one lookup (about a millisecond); a longer match goes on in the next plan."""
 
+MAX_KEYS_AT_SUBMIT = 64
+"""Keys made when a sequence is queued: enough to tell short work from long, and many are queued between two plans."""
+
 
 @dataclass(slots=True)
 class Match:
@@ -48,13 +51,19 @@ class PrefixIndex:
         self._expected: dict[bytes, Sequence] = {}
         self.is_on = is_on
 
-    def match(self, seq: Sequence) -> Match:
+    def must_wait(self, seq: Sequence) -> bool:
+        """Whether the block that the last `match` stopped at is still being computed by another sequence. O(1)."""
+        key = seq.prefix.stopped_at
+        return key is not None and self._expected.get(key, seq) is not seq
+
+    def match(self, seq: Sequence, max_new_keys: int = MAX_NEW_KEYS) -> Match:
         """What of the sequence is there. At least its last known token is left to compute."""
         found = Match()
         if not self.is_on or not seq.spec.reads_prefix_cache:
             return found
         num_blocks = (len(seq.token_ids) - 1) // self._block_size
-        most_keys = len(self._keys(seq)) + MAX_NEW_KEYS
+        most_keys = len(self._keys(seq)) + max_new_keys
+        seq.prefix.stopped_at = None
         lookup, host = self._device.lookup, self._host
         for index in range(num_blocks):
             if index >= most_keys:
@@ -65,6 +74,7 @@ class PrefixIndex:
             host_id = host.lookup(key) if block_id is None and host is not None else None
             if block_id is None and host_id is None:
                 found.should_wait = self._expected.get(key, seq) is not seq
+                seq.prefix.stopped_at = key if found.should_wait else None
                 break
             found.device_ids.append(block_id)
             if host_id is not None:
@@ -72,8 +82,8 @@ class PrefixIndex:
         return found
 
     def num_hit_tokens(self, seq: Sequence) -> int:
-        """Leading tokens that need no computing now."""
-        return len(self.match(seq).device_ids) * self._block_size
+        """Leading tokens that need no computing now, as far as a quick look finds them."""
+        return len(self.match(seq, MAX_KEYS_AT_SUBMIT).device_ids) * self._block_size
 
     def expect(self, seq: Sequence, num_positions: int) -> None:
         """The sequence is about to compute its full blocks up to there."""

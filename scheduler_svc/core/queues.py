@@ -183,7 +183,7 @@ class PriorityClasses:
 
     def push(self, seq: Sequence) -> None:
         """Joins its class."""
-        self._rank_in_front(seq)
+        self.rank_in_front(seq)
         self._class(seq).push(seq)
         self._num_waiting += 1
 
@@ -198,7 +198,7 @@ class PriorityClasses:
 
     def put_back(self, seq: Sequence) -> None:
         """Undoes the pop."""
-        self._rank_in_front(seq)
+        self.rank_in_front(seq)
         self._class(seq).put_back(seq)
         self._num_waiting += 1
 
@@ -212,7 +212,7 @@ class PriorityClasses:
         self._classes[seq.priority].remove(seq)
         self._left(seq)
 
-    def _rank_in_front(self, seq: Sequence) -> None:
+    def rank_in_front(self, seq: Sequence) -> None:
         """A place behind all that are in front already, kept until the sequence starts."""
         if seq.in_front and not seq.front_rank:
             self._last_front_rank += 1
@@ -276,12 +276,14 @@ class _Class:
 class WaitingQueue:
     """All waiting sequences in the policy's order, and what they add up to."""
 
-    __slots__ = ("_order", "num_preempted", "num_swapped", "num_tokens")
+    __slots__ = ("_order", "num_known_tokens", "num_preempted", "num_swapped", "num_tokens")
 
     def __init__(self, policy: QueuePolicy) -> None:
         self._order = PriorityClasses(ResponseRatio if policy is QueuePolicy.LENGTH_AWARE else Fifo)
         self.num_tokens = 0
         """Tokens that waiting sequences had to compute first when they joined."""
+        self.num_known_tokens = 0
+        """Tokens that they had when they joined, cached ones included: what they take in memory."""
         self.num_preempted = 0
         """Waiting sequences that have run before."""
         self.num_swapped = 0
@@ -308,10 +310,13 @@ class WaitingQueue:
             self._count(seq, -1)
         return seq
 
-    def put_back(self, seq: Sequence) -> None:
-        """Undoes its `pop`; several in reverse order."""
-        self._order.put_back(seq)
-        self._count(seq, 1)
+    def put_back(self, popped: list[Sequence]) -> None:
+        """Undoes the pops of sequences, given in the order in which they were popped."""
+        for seq in popped:
+            self._order.rank_in_front(seq)
+        for seq in reversed(popped):
+            self._order.put_back(seq)
+            self._count(seq, 1)
 
     def admitted(self, seq: Sequence) -> None:
         """A sequence that was popped will not come back."""
@@ -323,6 +328,9 @@ class WaitingQueue:
         self._count(seq, -1)
 
     def _count(self, seq: Sequence, sign: int) -> None:
+        if sign > 0:
+            seq.num_queued = len(seq.token_ids)
+        self.num_known_tokens += sign * seq.num_queued
         self.num_tokens += sign * seq.service
         if seq.first_run is not None:
             self.num_preempted += sign

@@ -23,10 +23,10 @@ def refuse(
     if len(waiting) >= max_requests:
         return Refusal(RefusalReason.QUEUE_FULL, f"{len(waiting)} requests are waiting, the limit")
     num_tokens = len(spec.prompt_ids) + len(spec.emitted_ids)
-    if not spec.emitted_ids and len(waiting) and waiting.num_tokens + num_tokens > config.max_queue_tokens:
+    if not spec.emitted_ids and len(waiting) and waiting.num_known_tokens + num_tokens > config.max_queue_tokens:
         return Refusal(
             RefusalReason.QUEUE_FULL,
-            f"{waiting.num_tokens} prompt tokens are waiting, {num_tokens} more exceed the limit "
+            f"{waiting.num_known_tokens} prompt tokens are waiting, {num_tokens} more exceed the limit "
             f"of {config.max_queue_tokens}",
         )
     return None

@@ -233,8 +233,6 @@ class RunningSet:
         assert seq.table is not None
         if is_sound:
             self.memory.publish(seq, seq.num_settled)
-        else:
-            self.memory.distrust(seq.table.block_ids)
         self.memory.prefix.leave(seq)
         self.fences.drop_blocks(seq.table.clear(), seq.last_step_id)
         self.fences.drop_lane(seq.lane)

@@ -345,6 +345,8 @@ class Scheduler:
             if seq.stash is not None:
                 assert running is not None
                 running.memory.drop_stash(seq.stash)
+        if reason in _BAD_ENDS and running is not None:
+            running.memory.distrust(seq.prefix.keys)
         seq.finish(reason)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._lengths.finished(seq.num_output_tokens, at_limit=reason is FinishReason.LENGTH)

@@ -55,6 +55,8 @@ class PrefixState:
     """Leading blocks that are known under their keys, or were found."""
     num_expected: int = 0
     """Leading blocks that others wait for instead of computing them."""
+    stopped_at: bytes | None = None
+    """Key of the block that it waits for another one to compute."""
 
 
 class SequenceState(Enum):
@@ -104,6 +106,7 @@ class Sequence:
         "num_planned",
         "num_preemptions",
         "num_prefilled",
+        "num_queued",
         "num_reserved",
         "num_skipped",
         "position_limit",
@@ -144,7 +147,7 @@ class Sequence:
         self.prefill_len = len(self.token_ids)
         self.lane = NO_LANE
         self.table: BlockTable | None = None
-        self.num_reserved = self.num_found = 0
+        self.num_reserved = self.num_found = self.num_queued = 0
         """Free blocks of the pool that are promised to this sequence."""
         self.last_step_id = 0
         """The last plan that touched its lane or blocks; later ones than the last result are in flight."""

@@ -62,14 +62,18 @@ class Suspects:
         return poisonous
 
     def must_wait(self, seq: Sequence) -> bool:
-        """Whether another suspect is on probation; if not, the sequence is itself, should it be one and start now."""
+        """Whether the sequence is a suspect and another one is on probation."""
         if not self._records or not self._is_suspect(seq):
             return False
         other = None if self._on_probation is None else self._sequences.get(self._on_probation)
-        if other is not None and other is not seq and other.state is SequenceState.RUNNING and self._is_suspect(other):
-            return True
-        self._on_probation = seq.seq_id
-        return False
+        if other is None or other is seq:
+            return False
+        return other.state is SequenceState.RUNNING and self._is_suspect(other)
+
+    def started(self, seq: Sequence) -> None:
+        """The sequence runs now: on probation, if it is a suspect."""
+        if self._records and self._is_suspect(seq):
+            self._on_probation = seq.seq_id
 
     def refusal(self, prompt_ids: list[int], now: float) -> Refusal | None:
         """Why a prompt is not taken; None for all that are not known to be poisonous."""

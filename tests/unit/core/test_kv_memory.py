@@ -179,7 +179,7 @@ def test_a_distrusted_key_is_not_given_when_its_copy_is_reported() -> None:
     assert stash is not None
     plan = StepPlan(1)
     memory.copies.write(plan)
-    memory.distrust([0])
+    memory.distrust(seq.prefix.keys[:1])
     memory.copies.finished(1)
     assert memory.device.key_of(0) is None
     assert memory.host.num_used == 2, "the stash"

@@ -72,14 +72,11 @@ def test_a_pop_that_is_put_back_does_not_count_as_an_admission() -> None:
 
 
 @pytest.mark.parametrize("policy", QueuePolicy)
-def test_putting_back_in_reverse_order_restores_the_queue(policy: QueuePolicy) -> None:
+def test_putting_back_restores_the_queue(policy: QueuePolicy) -> None:
     sequences = [seq(number, 1 + number * 37 % 90, number * 0.1, number % 3) for number in range(30)]
     expected = pop_all(filled(policy, *sequences))
     queue = filled(policy, *sequences)
-    popped = [queue.pop(100.0) for _ in range(12)]
-    for sequence in reversed(popped):
-        assert sequence is not None
-        queue.put_back(sequence)
+    queue.put_back([sequence for _ in range(12) if (sequence := queue.pop(100.0)) is not None])
     assert len(queue) == 30
     assert pop_all(queue) == expected
 
@@ -138,3 +135,24 @@ def test_a_pick_looks_at_one_head_per_bucket(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Fifo, "head", counting_head)
     assert queue.pop(5.0) is not None
     assert looked_at <= 12
+
+
+@pytest.mark.parametrize("policy", QueuePolicy)
+def test_those_who_come_to_the_front_together_keep_their_order(policy: QueuePolicy) -> None:
+    queue = filled(policy, seq(1, 9), seq(2, 9), seq(3, 9))
+    popped = [sequence for _ in range(3) if (sequence := queue.pop(0.0)) is not None]
+    for sequence in popped[:2]:
+        sequence.in_front = True
+    queue.put_back(popped)
+    assert pop_all(queue) == [1, 2, 3]
+
+
+def test_cached_tokens_count_towards_what_the_queue_holds() -> None:
+    queue = WaitingQueue(QueuePolicy.LENGTH_AWARE)
+    sequence = seq(1, 500)
+    sequence.service = 1
+    queue.push(sequence)
+    assert (queue.num_tokens, queue.num_known_tokens) == (1, 500)
+    sequence.token_ids.append(7)  # a row that was in flight brings a token meanwhile
+    queue.remove(sequence)
+    assert (queue.num_tokens, queue.num_known_tokens) == (0, 0)

@@ -197,3 +197,64 @@ def test_the_queue_orders_by_what_is_left_to_compute() -> None:
     submit(scheduler, 3, [*range(36), 99, 98], 1)
     plan, _ = step(scheduler, now=1.0)
     assert [len(admit.token_ids) for admit in plan.admit] == [38], "2 of its 38 tokens are left, not 20 of 20"
+
+
+def test_who_waits_for_a_prefix_holds_up_nobody() -> None:
+    scheduler = attached(replace(EXECUTOR, num_device_blocks=400, max_model_len=800), max_num_seqs=64, max_skip_ahead=0)
+    for number in range(1, 101):
+        submit(scheduler, number, [*range(600), 1000 + number], 1)
+    submit(scheduler, 200, list(range(2000, 2010)), 1)
+    first, _ = step(scheduler)
+    assert sorted(len(admit.token_ids) for admit in first.admit) == [10, 601]
+    ends = finish(scheduler)
+    assert len(ends) == 100
+    assert sum(end.num_computed_tokens for end in ends.values()) == 601 + 99, "600 tokens once, one for each other"
+
+
+def test_room_is_made_only_for_one_that_can_then_start() -> None:
+    scheduler = attached(growth_reserve=1.0)
+    submit(scheduler, 1, list(range(100, 116)), 24, priority=1)  # will need 10 of 12 blocks
+    step(scheduler)
+    submit(scheduler, 2, list(range(200, 204)), 4)
+    step(scheduler)
+    assert scheduler.stats().running == 2
+    submit(scheduler, 3, list(range(300, 316)), 20, priority=1)
+    for _ in range(5):
+        step(scheduler)
+        assert scheduler.stats().num_preemptions_total == 0, "it has to wait for 1, and then 2 can go on"
+
+
+@pytest.mark.parametrize("action", [Action.RECOMPUTE, Action.SWAP])
+def test_a_row_that_fails_after_its_sequence_made_room_takes_its_keys_with_it(action: Action) -> None:
+    scheduler = attached(pipeline_depth=2)
+    submit(scheduler, 1, list(range(40)), 4)
+    step(scheduler)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    assert scheduler.preempt(SeqId(1), action)
+    errors = {0: RowErrorCode.NUMERICAL}
+    scheduler.apply(StepResult(plan.step_id, [NO_TOKEN], None, StepStatus.ROW_ERRORS, errors), 0.0)
+    assert scheduler.check_invariants() == []
+    submit(scheduler, 2, list(range(40)), 1)
+    assert finish(scheduler)[2].num_cached_tokens == 0
+
+
+def test_a_limit_on_queued_tokens_counts_cached_ones() -> None:
+    scheduler = attached(max_queue_tokens=100, max_num_seqs=1)
+    submit(scheduler, 1, list(range(32)), 1)
+    finish(scheduler)
+    for number in range(2, 5):
+        submit(scheduler, number, list(range(33)), 9)
+    refusal = scheduler.submit(SequenceSpec(SeqId(9), list(range(33)), 9), 0.0)
+    assert refusal is not None
+    assert "99 prompt tokens" in refusal.message
+
+
+def test_unknown_rates_leave_the_seconds_finite() -> None:
+    scheduler = attached(replace(EXECUTOR, prefill_tokens_per_s=0.0, swap_in_bytes_per_s=0.0))
+    submit(scheduler, 1, list(range(20)), 20)
+    submit(scheduler, 2, list(range(50, 68)), 20)
+    finish(scheduler)
+    stats = scheduler.stats()
+    assert stats.num_preemptions_total > 0
+    assert (stats.preemption_forecast_s_total, stats.preemption_regret_s_total) == (0.0, 0.0)
