@@ -28,10 +28,11 @@ from scheduler_svc.core.params import SchedulerConfig
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.counters import EngineCounters
 from scheduler_svc.executor_port import ExecutorPort
+from scheduler_svc.executor_session import Loss
 from scheduler_svc.gateway_port import GatewayPort
 from scheduler_svc.gateway_session import EarlyRefusal
 from scheduler_svc.pressure import MemoryPressure
-from scheduler_svc.sessions import Clock, EpochSource
+from scheduler_svc.sessions import Clock, EpochSource, PauseMeter
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class Engine:
         self._clock = clock
         self._wait = wait or Waiter([executor_hub, gateway_hub]).wait
         self._pressure = MemoryPressure()
+        self._pauses = PauseMeter(config.heartbeat_s, clock())
         self._audit = Audit(self.counters, config.check_every_plans)
         core = Scheduler(core_config)
         epochs = EpochSource(first_epoch)
@@ -132,8 +134,9 @@ class Engine:
         if self._num_stops:
             self._drain(now)
         if all_read:  # so silence is silence
-            self.executors.tick(now)
-            self.gateways.tick(now)
+            paused_s = self._pauses.since_last(now)
+            self.executors.tick(now, paused_s)
+            self.gateways.tick(now, paused_s)
             self._check_grace(now)
         self._check_books(now, sent)
         self._check_memory(now)
@@ -207,7 +210,7 @@ class Engine:
             self.executors.restart(now, f"fault {fault_id}")
         except Exception:  # an executor this build cannot talk to: without it, the next one may do
             log.exception("session cannot be restarted", extra=kv(fault=fault_id))
-            self.executors.detach(now, f"fault {fault_id}", died=False)
+            self.executors.detach(now, f"fault {fault_id}", Loss.LEFT)
 
     def _check_books(self, now: float, sent: bool) -> None:
         """Check conservation when it is time; a mismatch heals, it never kills."""

@@ -24,7 +24,7 @@ from scheduler_svc.config import EngineConfig
 from scheduler_svc.core.events import Event
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.counters import EngineCounters
-from scheduler_svc.executor_session import ExecutorSession, Strangers, state_name
+from scheduler_svc.executor_session import ExecutorSession, Loss, Strangers, state_name
 from scheduler_svc.plan_flow import PlanFlow
 from scheduler_svc.sessions import Clock, EpochSource, peer_name, plain, refuse_hello
 
@@ -52,6 +52,8 @@ class ExecutorPort:
     ) -> None:
         self.core = core
         self.session: ExecutorSession | None = None
+        self._lost: ExecutorSession | None = None
+        """The one before, if it is open whether it died; decided by who comes next."""
         self.absent_since = clock()
         """Since when there is no executor; meaningless while there is one."""
         self._hub = hub
@@ -113,7 +115,7 @@ class ExecutorPort:
         elif body == "nack":
             self._plans.on_nack(session, envelope.nack.last_step_id, now)
         elif body == "goodbye":
-            self.detach(now, f"it left: {plain(envelope.goodbye.reason)}", died=False)
+            self.detach(now, f"it left: {plain(envelope.goodbye.reason)}", Loss.LEFT)
         else:
             self._counters.stale["unexpected"] += 1
 
@@ -127,23 +129,22 @@ class ExecutorPort:
         except WireError as error:
             reason = reason or str(error)
         if reason is not None:
-            log.warning("executor rejected", extra=kv(executor=peer_name(peer), reason=reason))
-            self._counters.stale["rejected_hello"] += 1
-            reject = Channel(pb.ExecutorEnvelope)
-            reject.open(self._epochs.for_reject(envelope.epoch))
-            self._hub.send(peer, reject.pack(reject=pb.Reject(reason=reason)))
+            self._reject(peer, envelope.epoch, reason)
             return
         if self.session is not None:
-            self.detach(now, "it said hello again", died=False)
+            self.detach(now, "it said hello again", Loss.LEFT)
         self._strangers.forget(peer)
         session = ExecutorSession(peer, hello, limits, last_heard=now)
-        self._emit(self.core.attach_executor(limits, now))
+        died = self._lost is not None and (self._lost.is_stuck or not self._lost.is_of(peer, hello))
+        self._emit(self.core.attach_executor(limits, now, predecessor_died=died))
+        self._lost = None
         self.session = session
         self._open(session, envelope.epoch, now)
         log.info(
             "executor attached",
             extra=kv(
                 executor=peer_name(peer),
+                predecessor_died=died,
                 device=plain(hello.device),
                 version=plain(hello.version),
                 blocks=limits.num_device_blocks,
@@ -152,6 +153,13 @@ class ExecutorPort:
                 epoch=session.channel.epoch,
             ),
         )
+
+    def _reject(self, peer: PeerId, epoch: int, reason: str) -> None:
+        log.warning("executor rejected", extra=kv(executor=peer_name(peer), reason=reason))
+        self._counters.stale["rejected_hello"] += 1
+        reject = Channel(pb.ExecutorEnvelope)
+        reject.open(self._epochs.for_reject(epoch))
+        self._hub.send(peer, reject.pack(reject=pb.Reject(reason=reason)))
 
     def _refuse_now(self, peer: PeerId, hello: pb.ExecutorHello) -> str | None:
         required = self._required_fingerprint()
@@ -204,14 +212,21 @@ class ExecutorPort:
         )
         self._open(session, 0, now)
 
-    def detach(self, now: float, reason: str, *, died: bool = True) -> None:
-        """No executor from now on; what ran waits to be computed again, and is suspected if the executor died of it."""
-        if self.session is None:
+    def detach(self, now: float, reason: str, loss: Loss = Loss.LOST) -> None:
+        """No executor from now on; what ran waits to be computed again.
+
+        Nobody is suspected yet: a connection that breaks and a silence may be a stall, of either side. Who says hello
+        next shows whether it was a death.
+        """
+        session = self.session
+        if session is None:
             return
-        log.warning("executor detached", extra=kv(executor=peer_name(self.session.peer), reason=reason))
+        log.warning("executor detached", extra=kv(executor=peer_name(session.peer), reason=reason))
+        session.is_stuck = loss is Loss.STUCK
+        self._lost = None if loss is Loss.LEFT else session
         self.session = None
         self.absent_since = now
-        self._emit(self.core.detach_executor(now, died=died))
+        self._emit(self.core.detach_executor(now))
 
     def has_worked(self) -> None:
         """As `SessionOwner.has_worked`."""
@@ -223,10 +238,15 @@ class ExecutorPort:
 
     # Time
 
-    def tick(self, now: float) -> None:
-        """Send heartbeats, check leases and limits. Only when no frame waits to be read does silence mean anything."""
+    def tick(self, now: float, paused_s: float = 0.0) -> None:
+        """Send heartbeats, check leases and limits. Only when no frame waits to be read does silence mean anything.
+
+        `paused_s` is how long this loop stood still since the last call: so much of a silence is its own.
+        """
         session = self.session
         if session is not None:
+            session.last_heard = min(now, session.last_heard + paused_s)
+            session.progress_at = min(now, session.progress_at + paused_s)
             self._check(session, now)
         if self.session is session and session is not None and now >= session.next_heartbeat:
             session.next_heartbeat = now + self._config.heartbeat_s
@@ -241,7 +261,8 @@ class ExecutorPort:
         if now - session.last_heard > self._config.lease_s:
             self.detach(now, f"silent for {now - session.last_heard:.1f} s, last state {state}")
         elif session.sent and waited > self._config.step_timeout_s:
-            self.detach(now, f"step {session.sent[0].step_id} took more than {waited:.0f} s, last state {state}")
+            reason = f"step {session.sent[0].step_id} took more than {waited:.0f} s, last state {state}"
+            self.detach(now, reason, Loss.STUCK)
         elif session.sent and waited > self._config.lease_s and session.state == pb.EXECUTOR_STATE_IDLE:
             self._plans.resend(
                 session, now, f"idle, and no result of step {session.sent[0].step_id} for {waited:.1f} s"

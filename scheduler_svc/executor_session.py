@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass, field
+from enum import Enum
 
 from pagemill.engine.v1 import executor_pb2 as pb
 from pagemill.framing import Channel
@@ -32,6 +33,17 @@ class SentPlan:
     """What the executor must have mapped after it; None: not worked out for this plan."""
 
 
+class Loss(Enum):
+    """How an executor went."""
+
+    LEFT = "left"
+    """On purpose, or for a fault on this side: nobody died."""
+    LOST = "lost"
+    """Without a word. It died unless the next one to say hello is the same process."""
+    STUCK = "stuck"
+    """In a step that did not end: as good as dead."""
+
+
 @dataclass(slots=True)
 class ExecutorSession:
     """One accepted executor. `channel.epoch` changes with each new session on it."""
@@ -50,10 +62,16 @@ class ExecutorSession:
     progress_at: float = 0.0
     """When the oldest plan in flight was sent (again), or the last result came."""
     num_resends: int = 0
+    is_stuck: bool = False
+    """It was given up because a step did not end: whoever comes next, it counts as dead."""
     has_broken_lanes: bool = False
     """A row failed: what the executor has mapped may differ from what the scheduler expects."""
     next_heartbeat: float = 0.0
     hold_until: float = 0.0
+
+    def is_of(self, peer: PeerId, hello: pb.ExecutorHello) -> bool:
+        """Whether this hello is one more of the same process."""
+        return (peer, hello.incarnation) == (self.peer, self.hello.incarnation)
 
     @property
     def name(self) -> str:

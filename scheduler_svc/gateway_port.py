@@ -298,9 +298,10 @@ class GatewayPort:
 
     # Time
 
-    def tick(self, now: float) -> None:
-        """Heartbeats and leases; call it when no frame waits to be read."""
+    def tick(self, now: float, paused_s: float = 0.0) -> None:
+        """Heartbeats and leases; call it when no frame waits to be read. `paused_s` as `ExecutorPort.tick`."""
         for session in list(self.sessions.values()):
+            session.last_heard = min(now, session.last_heard + paused_s)
             if now - session.last_heard > self._config.lease_s:
                 self.drop(session, now, "silent")
             elif now >= session.next_heartbeat:

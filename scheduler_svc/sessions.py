@@ -38,6 +38,19 @@ class EpochSource:
         return self.next(heard if heard <= MAX_EPOCH else 0)
 
 
+class PauseMeter:
+    """How long a loop that comes round every `usual_s` stood still: stopped, swapped out, or busy with a long round."""
+
+    def __init__(self, usual_s: float, now: float) -> None:
+        self._usual_s, self._last = usual_s, now
+
+    def since_last(self, now: float) -> float:
+        """Seconds beyond the usual since the last call."""
+        paused_s = max(0.0, now - self._last - self._usual_s)
+        self._last = now
+        return paused_s
+
+
 def refuse_hello(hello: ExecutorHello | FrontendHello, epoch: int) -> str | None:
     """One line why a hello cannot be accepted whatever the state; None if it can."""
     if not hello.protocol_min <= PROTOCOL <= hello.protocol_max:

@@ -8,6 +8,7 @@ import pytest
 
 from pagemill.engine.v1 import executor_pb2 as ex
 from pagemill.engine.v1 import frontend_pb2 as fe
+from scheduler_svc.config import EngineConfig
 from scheduler_svc.core.params import SchedulerConfig
 from tests.integration.test_engine import assert_oracle, submit_many
 from tests.oracles.base import Geometry, Lane
@@ -129,3 +130,60 @@ def test_executors_that_leave_or_fall_silent_twice_blame_nobody_when_they_say_go
         ward.replace()
     ward.run(gateway)
     assert_oracle(record)
+
+
+def test_silence_of_this_loop_or_of_a_living_executor_is_no_death() -> None:
+    rig = LockstepRig(core=SchedulerConfig(max_num_seqs=32))
+    executor = rig.add_executor(KvExecutor, POOL)
+    gateway = rig.add_gateway()
+    records = [gateway.submit([seed, 1], max_tokens=200, seed=seed) for seed in range(12)]
+    for _ in range(2):
+        rig.until(lambda: rig.engine.core.num_inflight_plans > 0)
+        rig.engine.step()
+        rig.clock.now += 2.5  # nothing was read or sent meanwhile
+        rig.engine.step()
+        rig.turn(20)
+        assert (executor.num_sessions, len(rig.engine.gateways.sessions)) == (1, 1)
+    for lost in range(2):
+        rig.until(lambda: rig.engine.core.num_inflight_plans > 0)
+        executor.silent = True
+        rig.pass_time(2.3)
+        assert rig.engine.executors.session is None
+        executor.silent = False
+        rig.until(lambda least=lost + 2: executor.num_sessions >= least, limit=3_000)  # type: ignore[misc]
+    rig.finish()
+    for record in records:
+        assert_oracle(record)
+    assert not rig.engine.core._suspects._records
+    rig.assert_clean()
+
+
+def test_broken_connection_twice_is_no_death_when_the_same_executor_comes_back() -> None:
+    rig = LockstepRig()
+    executor = rig.add_executor(KvExecutor, POOL)
+    gateway = rig.add_gateway()
+    records = [gateway.submit([seed, 1], max_tokens=200, seed=seed) for seed in range(12)]
+    for count in range(2):
+        rig.until(lambda: rig.engine.core.num_inflight_plans > 0)
+        executor.link.close()
+        rig.clock.now += 2.5
+        rig.engine.step()
+        assert rig.engine.executors.session is None
+        executor.link = rig.executor_hub.connect(executor.link._peer)
+        rig.until(lambda least=count + 2: executor.num_sessions >= least, limit=3_000)  # type: ignore[misc]
+    rig.finish()
+    for record in records:
+        assert_oracle(record)
+    assert not rig.engine.core._suspects._records
+    rig.assert_clean()
+
+
+def test_step_that_never_ends_twice_is_poison_though_the_process_lives() -> None:
+    rig = LockstepRig(config=EngineConfig(step_timeout_s=5.0))
+    gateway = rig.add_gateway()
+    executor = rig.add_executor(step_s=1e9)
+    record = gateway.submit([1, 2, 3])
+    rig.until(lambda: rig.engine.core.num_inflight_plans > 0)
+    rig.until(lambda: executor.num_sessions == 2, limit=10_000)
+    rig.until(lambda: gateway.num_open == 0, limit=12_000)
+    assert record.ended.error == fe.STREAM_ERROR_POISON
