@@ -21,12 +21,29 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_PRIORITY = 1000
 MAX_SALT_BYTES = 256
 MAX_DTYPE_CHARS = 64
+MAX_HELLO_CHARS = 256
+"""In each of the texts of an executor's hello."""
+MAX_HELLO_BYTES = 65_536
 MAX_COPY_STEPS = 65_536
 """Steps whose copies one result may report: they may run behind the batches for long, but not for ever."""
 MAX_RATE = 1e15
 """Bytes or tokens per second; more is a fault of the measurement."""
+MIN_RATE = 1e-3
+"""A measurement below it is none: what it would cost to wait for such a copy has no use, and overflows."""
 MAX_COUNT = 2**31 - 1
 """Largest id, count or size of anything on the wire."""
+_LIMITS = {
+    "block_size": (1, MAX_COUNT),
+    "num_device_blocks": (1, 4_194_304),
+    "num_host_blocks": (0, 4_194_304),
+    "max_rows": (1, 65_536),
+    "max_tokens": (1, MAX_COUNT),
+    "num_lanes": (1, 262_144),
+    "max_model_len": (1, MAX_COUNT),
+    "vocab_size": (1, MAX_COUNT),
+}
+"""Smallest and largest of each number of an executor's hello. Blocks and lanes cost memory here, so they are bounded
+by what one executor can have."""
 
 
 class WireError(ValueError):
@@ -127,27 +144,12 @@ def decode_result(message: ex.StepResult, vocab_size: int, max_ids: int) -> Step
 
 
 def decode_limits(hello: ex.ExecutorHello) -> ExecutorLimits:
-    """What an executor can do, every number at least 1. Raises WireError naming the first that is not."""
-    for name in (
-        "block_size",
-        "num_device_blocks",
-        "max_rows",
-        "max_tokens",
-        "num_lanes",
-        "max_model_len",
-        "vocab_size",
-    ):
+    """What an executor can do. Raises WireError naming the first number or text that is out of bounds."""
+    for name, (least, most) in _LIMITS.items():
         value = getattr(hello, name)
-        if not 1 <= value <= MAX_COUNT:
-            raise WireError(f"Got {name} = {value} but expected 1 to {MAX_COUNT}")
-    if hello.num_host_blocks > MAX_COUNT:
-        raise WireError(f"Got num_host_blocks = {hello.num_host_blocks} but expected at most {MAX_COUNT}")
-    if len(hello.kv_dtype) > MAX_DTYPE_CHARS:
-        raise WireError(f"Got a kv_dtype of {len(hello.kv_dtype)} characters but expected at most {MAX_DTYPE_CHARS}")
-    for name in ("swap_out_bytes_per_s", "swap_in_bytes_per_s", "prefill_tokens_per_s"):
-        rate = getattr(hello, name)
-        if not 0.0 <= rate <= MAX_RATE:  # false for NaN too
-            raise WireError(f"Got {name} = {rate} but expected 0 to {MAX_RATE:g}")
+        if not least <= value <= most:
+            raise WireError(f"Got {name} = {value} but expected {least} to {most}")
+    _check_texts(hello)
     return ExecutorLimits(
         block_size=hello.block_size,
         num_device_blocks=hello.num_device_blocks,
@@ -157,12 +159,29 @@ def decode_limits(hello: ex.ExecutorHello) -> ExecutorLimits:
         max_model_len=hello.max_model_len,
         num_host_blocks=hello.num_host_blocks,
         bytes_per_block=hello.bytes_per_block,
-        swap_out_bytes_per_s=hello.swap_out_bytes_per_s,
-        swap_in_bytes_per_s=hello.swap_in_bytes_per_s,
-        prefill_tokens_per_s=hello.prefill_tokens_per_s,
+        swap_out_bytes_per_s=_rate(hello, "swap_out_bytes_per_s"),
+        swap_in_bytes_per_s=_rate(hello, "swap_in_bytes_per_s"),
+        prefill_tokens_per_s=_rate(hello, "prefill_tokens_per_s"),
         model_fingerprint=hello.model_fingerprint,
         kv_dtype=hello.kv_dtype,
     )
+
+
+def _check_texts(hello: ex.ExecutorHello) -> None:
+    for name in ("device", "version", "host", "incarnation", "dtype", "schema_hash", "tokenizer_hash", "kv_dtype"):
+        length, most = len(getattr(hello, name)), MAX_DTYPE_CHARS if name == "kv_dtype" else MAX_HELLO_CHARS
+        if length > most:
+            raise WireError(f"Got {name} of {length} characters but expected at most {most}")
+    if hello.ByteSize() > MAX_HELLO_BYTES:
+        raise WireError(f"Got features and the rest of {hello.ByteSize()} bytes, expected at most {MAX_HELLO_BYTES}")
+
+
+def _rate(hello: ex.ExecutorHello, name: str) -> float:
+    """A measured rate; 0, unknown, for one too small to be one."""
+    rate = float(getattr(hello, name))
+    if not 0.0 <= rate <= MAX_RATE:  # false for NaN too
+        raise WireError(f"Got {name} = {rate} but expected 0 to {MAX_RATE:g}")
+    return rate if rate >= MIN_RATE else 0.0
 
 
 # Streams

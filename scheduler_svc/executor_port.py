@@ -80,8 +80,8 @@ class ExecutorPort:
     def tokens_per_s(self) -> float | None:
         """Measured rate of steps, before there is one the prefill rate of the hello; None when neither is known."""
         measured = self._plans.rate.tokens_per_s()
-        if measured is None and self.session is not None and self.session.hello.prefill_tokens_per_s > 0:
-            return self.session.hello.prefill_tokens_per_s
+        if measured is None and self.session is not None and self.session.limits.prefill_tokens_per_s > 0:
+            return self.session.limits.prefill_tokens_per_s
         return measured
 
     # Frames in
@@ -136,7 +136,13 @@ class ExecutorPort:
         self._strangers.forget(peer)
         session = ExecutorSession(peer, hello, limits, last_heard=now)
         died = self._lost is not None and (self._lost.is_stuck or not self._lost.is_of(peer, hello))
-        self._emit(self.core.attach_executor(limits, now, predecessor_died=died))
+        try:
+            events = self.core.attach_executor(limits, now, predecessor_died=died)
+        except Exception as error:  # it must hear that nothing will come, whatever went wrong here
+            text = str(error) if isinstance(error, ValueError) else type(error).__name__
+            self._reject(peer, envelope.epoch, f"this scheduler cannot use it: {text}")
+            raise
+        self._emit(events)
         self._lost = None
         self.session = session
         self._open(session, envelope.epoch, now)

@@ -278,6 +278,31 @@ def test_executor_that_offers_nothing_is_rejected(field: Any) -> None:
     assert "expected 1 to" in executor.rejected
 
 
+@pytest.mark.parametrize(
+    ("error", "text"), [(ValueError("no such block size"), "no such block size"), (OverflowError("secret"), "Overflow")]
+)
+def test_executor_that_cannot_be_attached_hears_why(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, text: str
+) -> None:
+    rig = LockstepRig()
+
+    def attach(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.engine.core, "attach_executor", attach)
+        executor = rig.add_executor()
+        rig.turn(3)
+    assert text in executor.rejected
+    assert "secret" not in executor.rejected
+    assert rig.engine.executors.session is None
+    rig.kill_executor(executor)
+    rig.add_executor(name="second")
+    record = rig.add_gateway().submit([1])
+    rig.finish()
+    assert_oracle(record)
+
+
 def test_hello_with_an_impossible_epoch_or_protocol_is_rejected() -> None:
     rig = LockstepRig()
     executor = rig.add_executor()

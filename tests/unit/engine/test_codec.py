@@ -143,7 +143,17 @@ def test_everything_the_core_asks_of_an_executor_is_in_its_hello() -> None:
     "fields",
     [
         {"block_size": 0},
-        {"num_host_blocks": 2**31},
+        {"num_host_blocks": 4_194_305},
+        {"num_device_blocks": 4_194_305},
+        {"num_lanes": 262_145},
+        {"max_rows": 65_537},
+        {"vocab_size": 2**31},
+        {"device": "x" * 257},
+        {"version": "x" * 257},
+        {"host": "x" * 257},
+        {"incarnation": "x" * 257},
+        {"dtype": "x" * 257},
+        {"features": ["x" * 100] * 1000},
         {"swap_out_bytes_per_s": math.nan},
         {"swap_in_bytes_per_s": math.inf},
         {"prefill_tokens_per_s": -1.0},
@@ -153,6 +163,24 @@ def test_everything_the_core_asks_of_an_executor_is_in_its_hello() -> None:
 def test_hellos_that_cannot_be(fields: dict[str, Any]) -> None:
     with pytest.raises(WireError, match=next(iter(fields))):
         decode_limits(hello(**fields))
+
+
+def test_largest_hello_and_rates_too_small_to_be_any_are_taken() -> None:
+    found = decode_limits(
+        hello(
+            num_device_blocks=4_194_304,
+            num_host_blocks=4_194_304,
+            num_lanes=262_144,
+            max_rows=65_536,
+            device="x" * 256,
+            swap_out_bytes_per_s=5e-324,
+            swap_in_bytes_per_s=9e-4,
+            prefill_tokens_per_s=1e-3,
+        )
+    )
+    assert (found.num_device_blocks, found.num_host_blocks) == (4_194_304, 4_194_304)
+    assert (found.num_lanes, found.max_rows) == (262_144, 65_536)
+    assert (found.swap_out_bytes_per_s, found.swap_in_bytes_per_s, found.prefill_tokens_per_s) == (0.0, 0.0, 1e-3)
 
 
 def test_salt_of_the_prefix_cache_crosses_and_is_bounded() -> None:
