@@ -31,6 +31,8 @@ from scheduler_svc.core.suspects import Suspects
 
 MAX_SET_ASIDE = 1024
 """Sequences looked at in one plan beside those that start: one that waits for a prefix costs a microsecond."""
+MAX_TOKENS_SENT = 262_144
+"""Known tokens of the sequences that one plan admits, from which it admits no more: their ids are copied and sent."""
 MAX_CONSIDERED = 16
 """Sequences for which one plan may make room."""
 
@@ -111,7 +113,8 @@ class Admission:
         outlook = Outlook(running, self._lengths, self._growth_reserve)
         popped: list[Sequence] = []
         passed: list[Sequence] = []
-        while num_tokens > 0 and self._has_room() and len(popped) < MAX_SET_ASIDE:
+        num_sent = 0
+        while num_tokens > 0 and num_sent < MAX_TOKENS_SENT and self._has_room() and len(popped) < MAX_SET_ASIDE:
             seq = waiting.pop(now)
             if seq is None:
                 break
@@ -130,6 +133,7 @@ class Admission:
                 continue
             count_start(self._counters, self._losses, seq, need, running.limits)
             plan.admit.append(running.start(seq, need, plan.step_id, now))
+            num_sent += len(seq.token_ids)
             outlook.started(seq)
             self._suspects.started(seq)
             waiting.admitted(seq)

@@ -30,8 +30,8 @@ class Outlook:
     def has_room_for(self, seq: Sequence, need: Need) -> bool:
         """Whether the sequence can start without taking blocks that others are expected to need.
 
-        With nothing running there is nobody to leave anything to, below half of the pool there is no hurry, and those
-        of lower priority make room when it comes to that.
+        With nothing of its priority running there is nobody to leave anything to, below half of the pool there is no
+        hurry, and those of lower priority make room when it comes to that.
         """
         running = self._running
         pool, block_size = running.pool, running.limits.block_size
@@ -45,7 +45,7 @@ class Outlook:
         if self._refused is not None and all(map(ge, size, self._refused)):
             return False
         peers = [(growth, brought) for priority, growth, brought in self._sizes if priority >= seq.priority]
-        if num_shared + peak_blocks([*peers, size[1:]], block_size) <= pool.num_blocks:
+        if not peers or num_shared + peak_blocks([*peers, size[1:]], block_size) <= pool.num_blocks:
             return True
         self._refused = size
         return False

@@ -52,9 +52,24 @@ class PrefixIndex:
         self.is_on = is_on
 
     def must_wait(self, seq: Sequence) -> bool:
-        """Whether the block that the last `match` stopped at is still being computed by another sequence. O(1)."""
-        key = seq.prefix.stopped_at
-        return key is not None and self._expected.get(key, seq) is not seq
+        """Whether what the last `match` stopped at, or what comes behind it by now, is another one's work in progress.
+
+        It looks only at blocks that have come since, so that many may wait for one long prefix.
+        """
+        index = seq.prefix.stopped_at
+        if index is None:
+            return False
+        most = (len(seq.token_ids) - 1) // self._block_size
+        while index < most:
+            key = self._key(seq, index)
+            if self._expected.get(key, seq) is not seq:
+                seq.prefix.stopped_at = index
+                return True
+            if self._device.lookup(key) is None:
+                break
+            index += 1
+        seq.prefix.stopped_at = None
+        return False
 
     def match(self, seq: Sequence, max_new_keys: int = MAX_NEW_KEYS) -> Match:
         """What of the sequence is there. At least its last known token is left to compute."""
@@ -74,7 +89,7 @@ class PrefixIndex:
             host_id = host.lookup(key) if block_id is None and host is not None else None
             if block_id is None and host_id is None:
                 found.should_wait = self._expected.get(key, seq) is not seq
-                seq.prefix.stopped_at = key if found.should_wait else None
+                seq.prefix.stopped_at = index if found.should_wait else None
                 break
             found.device_ids.append(block_id)
             if host_id is not None:

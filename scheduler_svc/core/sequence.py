@@ -55,8 +55,8 @@ class PrefixState:
     """Leading blocks that are known under their keys, or were found."""
     num_expected: int = 0
     """Leading blocks that others wait for instead of computing them."""
-    stopped_at: bytes | None = None
-    """Key of the block that it waits for another one to compute."""
+    stopped_at: int | None = None
+    """Index of the block that it waits for another one to compute."""
 
 
 class SequenceState(Enum):

@@ -115,10 +115,13 @@ def test_who_needs_what_another_is_computing_waits_until_it_is_there_or_the_othe
     prefix.expect(first, 8)
     assert not prefix.match(first).should_wait, "nobody waits for itself"
     assert prefix.match(other).should_wait
+    assert prefix.must_wait(other)
     prefix.publish(first, 4)
+    assert prefix.must_wait(other), "now for the second block"
     assert prefix.match(other).should_wait
     assert prefix.match(other).device_ids == [0]
     prefix.publish(first, 8)
+    assert not prefix.must_wait(other)
     assert not prefix.match(other).should_wait
     assert prefix.match(other).device_ids == [0, 1]
     prefix.expect(first, 12)

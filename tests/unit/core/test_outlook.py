@@ -82,3 +82,11 @@ def test_what_one_was_refused_a_smaller_one_may_still_have() -> None:
         submit(scheduler, number, prompt, max_tokens)
     assert step(scheduler) == 1
     assert scheduler.stats().running == 2
+
+
+def test_the_only_one_of_its_priority_may_start_whatever_it_will_need() -> None:
+    scheduler = scheduler_with()
+    submit(scheduler, 1, 20, 40)
+    step(scheduler)
+    submit(scheduler, 2, 36, 44, priority=1)  # with what it will need, the pool is its own
+    assert step(scheduler) == 1

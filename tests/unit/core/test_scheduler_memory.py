@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from scheduler_svc.core import admission
 from scheduler_svc.core.events import FinishedEvent, FinishReason
 from scheduler_svc.core.params import ExecutorLimits, HostCache, PreemptionMode, SchedulerConfig, SeqId, SequenceSpec
 from scheduler_svc.core.plan import NO_TOKEN, RowErrorCode, StepPlan, StepResult, StepStatus
@@ -258,3 +259,14 @@ def test_unknown_rates_leave_the_seconds_finite() -> None:
     stats = scheduler.stats()
     assert stats.num_preemptions_total > 0
     assert (stats.preemption_forecast_s_total, stats.preemption_regret_s_total) == (0.0, 0.0)
+
+
+def test_one_plan_admits_no_more_tokens_than_a_message_should_carry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MAX_TOKENS_SENT", 30)
+    scheduler = attached()
+    submit(scheduler, 1, list(range(20)), 1)
+    finish(scheduler)
+    for number in range(2, 6):
+        submit(scheduler, number, list(range(20)), 1)
+    plans = [step(scheduler)[0] for _ in range(2)]
+    assert [len(plan.admit) for plan in plans] == [2, 2], "20 tokens are below the limit, 40 are not"
