@@ -67,7 +67,7 @@ def _parse_tcp(text: str, rest: str, insecure: bool) -> Endpoint:
     host, separator, port = rest.rpartition(":")
     if not separator or not host or not (port == "*" or (port.isascii() and port.isdigit() and int(port) < 65536)):
         raise EndpointError(f"endpoint {text!r}: expected tcp://HOST:PORT")
-    if host in ("*", "0.0.0.0", "[::]", "::", "0", "[::0]"):  # noqa: S104 (refused here)
+    if host == "*" or _is_every_interface(host):
         raise EndpointError(f"endpoint {text!r}: name one address; every interface is never bound")
     if not insecure:
         raise EndpointError(f"endpoint {text!r}: tcp is neither encrypted nor authenticated; allow it with --insecure")
@@ -90,6 +90,20 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def _is_every_interface(host: str) -> bool:
+    """Whether a number in any spelling is the unspecified address, IPv4 inside IPv6 included."""
+    text = host.strip("[]").partition("%")[0]
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        try:
+            return not any(socket.inet_aton(text))  # "0", "0x0", "0.0": short forms that resolvers take
+        except (OSError, UnicodeError):
+            return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return address.is_unspecified or (mapped is not None and mapped.is_unspecified)
+
+
 def bind_address(endpoint: Endpoint) -> str:
     """What to hand to bind. Host names are resolved here, since libzmq binds numbers and interface names only."""
     if endpoint.path is not None:
@@ -102,7 +116,7 @@ def bind_address(endpoint: Endpoint) -> str:
     except (OSError, UnicodeError) as error:
         raise EndpointError(f"endpoint {endpoint.text!r}: unknown host") from error
     family, address = found[0][0], str(found[0][4][0])
-    if address in ("0.0.0.0", "::"):  # noqa: S104 (refused here)
+    if _is_every_interface(address):
         raise EndpointError(f"endpoint {endpoint.text!r}: name one address; every interface is never bound")
     return f"tcp://[{address}]:{port}" if family == socket.AF_INET6 else f"tcp://{address}:{port}"
 

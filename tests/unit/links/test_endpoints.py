@@ -27,10 +27,21 @@ def test_endpoints_that_are_refused(text: str, message: str) -> None:
         endpoints.parse(text)
 
 
-@pytest.mark.parametrize("host", ["*", "0.0.0.0", "[::]", "::"])
+@pytest.mark.parametrize(
+    "host",
+    ["*", "0.0.0.0", "[::]", "::", "0", "0x0", "0.0", "00.0.0.0", "[::0]", "[0:0:0:0:0:0:0:0]", "[::%lo]"]
+    + [f"{head}{tail}" for head, tail in (("[::ffff:", "0.0.0.0]"), ("[::ffff:", "0:0]"), ("::ffff:", "0.0.0.0"))],
+)
 def test_every_interface_is_never_bound(host: str) -> None:
     with pytest.raises(EndpointError, match="one address"):
         endpoints.parse(f"tcp://{host}:5560", insecure=True)
+
+
+def test_name_that_resolves_to_every_interface_is_never_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::ffff:0.0.0.0", 0, 0, 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: found)
+    with pytest.raises(EndpointError, match="one address"):
+        endpoints.bind_address(endpoints.parse("tcp://host.example.org:5560", insecure=True))
 
 
 @pytest.mark.parametrize("text", ["tcp://127.0.0.1", "tcp://:5560", "tcp://127.0.0.1:99999", "tcp://127.0.0.1:x"])
