@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from pagemill.logs import kv
 from scheduler_svc.core.scheduler import Scheduler
@@ -28,19 +29,24 @@ MAX_MAPPED = 100_000
 _IDLE_CHECK_S = 1.0
 _FRESH_S = 0.1
 """A check asked for from outside is answered with one this old: a flood of questions must not stop the steps."""
+_FRESH_TIMES = 10
+"""Or with one that is this many times as old as it took: at most a tenth of the time goes into answers."""
 
 
 class Audit:
     """When the books are checked, and what was found last."""
 
-    def __init__(self, counters: EngineCounters, every_plans: int) -> None:
+    def __init__(
+        self, counters: EngineCounters, every_plans: int, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._counters = counters
         self._every_plans = every_plans
         self._next_check = every_plans
         self._checked_plans = 0
         self._idle_since: float | None = None
         self._found: list[str] = []
-        self._found_at = float("-inf")
+        self._fresh_until = float("-inf")
+        self._clock = clock
         self._is_paused = False
         self._s_per_block = FIRST_GUESS_S
 
@@ -68,9 +74,11 @@ class Audit:
         self._next_check = self._counters.plans_sent + self._every_plans
         if in_full:
             self._checked_plans = self._counters.plans_sent
-            started = time.perf_counter()
-            self._found, self._found_at = core.check_invariants(), now
-            self._s_per_block = (time.perf_counter() - started) / max(1, num_blocks)
+            started = self._clock()
+            self._found = core.check_invariants()
+            took_s = self._clock() - started
+            self._fresh_until = now + took_s + max(_FRESH_S, _FRESH_TIMES * took_s)
+            self._s_per_block = took_s / max(1, num_blocks)
         else:
             self._found = core.check_conservation()
         if self._found:
@@ -80,4 +88,4 @@ class Audit:
 
     def check_unless_fresh(self, core: Scheduler, now: float) -> list[str]:
         """As `check`, or what one of a moment ago has found."""
-        return self._found if now - self._found_at < _FRESH_S else self.check(core, now, in_full=True)
+        return self._found if now < self._fresh_until else self.check(core, now, in_full=True)
