@@ -102,6 +102,11 @@ class Engine:
         """The scheduler in use; another one after a fault that could not be contained otherwise."""
         return self.executors.core
 
+    @property
+    def num_dropped_frames(self) -> int:
+        """Frames that the links dropped before anybody saw them: strangers, wrong shapes."""
+        return self._executor_hub.num_dropped + self._gateway_hub.num_dropped
+
     # Running
 
     def run(self) -> int:

@@ -135,7 +135,8 @@ class EngineCollector(Collector):
 
     def _troubles(self) -> Iterable[Metric]:
         counters = self._engine.counters
-        yield _counter("stale_messages", "Messages dropped.", ("kind",), counters.stale)
+        stale = dict(counters.stale) | {"transport": self._engine.num_dropped_frames}
+        yield _counter("stale_messages", "Messages dropped.", ("kind",), stale)
         yield _counter("gateways_dropped", "Gateways given up.", ("reason",), counters.gateways_dropped)
         yield _counter("executor_sessions", "Sessions begun with executors.", (), {"": counters.executor_sessions})
         stalls = {"": counters.executor_stalls}

@@ -29,6 +29,9 @@ class SendOutcome(Enum):
 class HubLink(Protocol):
     """The scheduler's end: bound, with any number of peers."""
 
+    num_dropped: int
+    """Frames that were not one part from a peer with an identity of the right form; no caller saw them."""
+
     def send(self, peer: PeerId, frame: bytes) -> SendOutcome:
         """Queue one frame for a peer without blocking."""
         ...

@@ -36,6 +36,7 @@ class LoopbackHub:
     """A `HubLink` whose peers live in this process; `connect` makes one. Safe between threads."""
 
     def __init__(self, bound: int = 64) -> None:
+        self.num_dropped = 0
         self._bound = bound
         self._lock = threading.Condition()
         self._inbox: deque[tuple[PeerId, bytes]] = deque()

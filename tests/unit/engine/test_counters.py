@@ -99,6 +99,13 @@ def test_metrics_tell_what_happened() -> None:
     assert samples["pagemill_step_tokens_sum",] >= 9 + 3 * 4
 
 
+def test_frames_that_the_links_drop_are_published() -> None:
+    rig = LockstepRig()
+    assert samples_of(rig)["pagemill_stale_messages_total", ("kind", "transport")] == 0
+    rig.executor_hub.num_dropped, rig.gateway_hub.num_dropped = 2, 5
+    assert samples_of(rig)["pagemill_stale_messages_total", ("kind", "transport")] == 7
+
+
 def samples_of(rig: LockstepRig) -> dict[tuple[object, ...], float]:
     registry = CollectorRegistry()
     registry.register(EngineCollector(rig.engine))
