@@ -33,6 +33,8 @@ EXECUTOR, GATEWAY = PeerId(b"executor/null/1"), PeerId(b"gateway/null/1")
 class NullHub:
     """A hub that keeps frames; nothing is ever full."""
 
+    num_dropped = 0
+
     def __init__(self) -> None:
         self.inbox: deque[tuple[PeerId, bytes]] = deque()
         self.outbox: deque[bytes] = deque()
