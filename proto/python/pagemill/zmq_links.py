@@ -4,8 +4,9 @@ What the options are for (each was seen to fail without it):
 MANDATORY turns silent drops into GONE and FULL; HANDOVER lets a peer that reconnects replace its dead connection;
 IMMEDIATE keeps a DEALER from queueing for a scheduler that is not there and feeding stale frames to the next one;
 LINGER 0 keeps a close from waiting for a dead peer; ZMTP heartbeats find dead hosts and stopped processes (a hung main
-thread they do not find: that is what the application's heartbeats are for); MAXMSGSIZE bounds each part that a stranger may send. The number of parts nothing bounds: libzmq
-keeps them all until the last one is there, so an endless message takes memory without end (SECURITY.md).
+thread they do not find: that is what the application's heartbeats are for); MAXMSGSIZE bounds each part that a stranger
+may send. The number of parts nothing bounds: libzmq keeps them all until the last one is there, so an endless message
+takes memory without end (SECURITY.md).
 
 The descriptor of a ZeroMQ socket is edge-triggered: it announces news once, and *any* call on the socket, a send
 included, may swallow the announcement. So never sleep on `fileno()` alone: use `Waiter` here, or drain with `recv`
