@@ -27,7 +27,7 @@ class PreemptionMode(Enum):
 
 
 class HostCache(Enum):
-    """When blocks that are kept for reuse are copied to the host tier; see `tiers`."""
+    """When blocks that are kept for reuse are copied to the host tier; see `memory`."""
 
     OFF = "off"
     ON_EVICT = "on-evict"

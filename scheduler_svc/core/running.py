@@ -109,7 +109,7 @@ class RunningSet:
         It gets blocks for all known tokens and the first one after, so that a prompt which has begun can always be
         computed to its end, however it is cut into chunks.
         """
-        block_size, pool = self.limits.block_size, self.pool
+        block_size = self.limits.block_size
         at_start = blocks_for(min(len(seq.token_ids) + 1, seq.position_limit), block_size)
         at_end = blocks_for(seq.position_limit, block_size) if is_immune(seq) else at_start
         match = self.memory.prefix.match(seq)
@@ -121,10 +121,9 @@ class RunningSet:
             device_ids = [*lead, *[None] * len(host_ids)]
             num_cached = max(len(lead) * block_size, seq.stash.num_positions)
         hits = [block_id for block_id in device_ids if block_id is not None]
-        num_kept = sum(1 for block_id in hits if not pool.num_refs(block_id) and not pool.num_fences(block_id))
         return Need(
             num_blocks=at_start,
-            num_taken=at_start - len(hits) + num_kept,
+            num_taken=at_start - len(hits) + self.pool.num_cached_in(hits),
             num_reserved=at_end - at_start,
             num_cached=min(num_cached, len(seq.token_ids) - 1),
             device_ids=device_ids,
