@@ -94,8 +94,13 @@ class ComputeThread:
         self._inbox.put(work)
 
     def begin(self, epoch: int) -> None:
-        """Only plans of this epoch run from now on; 0: none do. Does not wait for the step that runs now."""
+        """Only plans of this epoch run from now on; 0: none do. Does not wait for the step that runs now.
+
+        That one is not kept by copies which a throttle holds back. The first plan of an epoch restores the throttle.
+        """
         self._epoch = epoch
+        if self._executor is not None:
+            self._executor.hurry()
 
     @property
     def num_queued(self) -> int:

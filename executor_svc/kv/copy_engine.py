@@ -81,7 +81,7 @@ class CopyReport:
 
 
 class CopyStream(Protocol):
-    """Runs operations in order. Called from the compute thread only."""
+    """Runs operations in order. Called from the compute thread only, but for `hurry`."""
 
     @property
     def num_done(self) -> int:
@@ -102,6 +102,10 @@ class CopyStream(Protocol):
 
     def take_done(self) -> list[DoneCopy]:
         """Operations that finished since the last call, in order. Raises CopyError if one has failed."""
+        ...
+
+    def hurry(self) -> None:
+        """Run as fast as possible until the next `cancel`: somebody waits who need not. From any thread."""
         ...
 
     def cancel(self) -> None:
@@ -199,6 +203,10 @@ class CopyEngine:
         if self.checksums is not None:
             report.num_mismatches = self.checksums.take_mismatches()
         return report
+
+    def hurry(self) -> None:
+        """No copy is slowed down until the next `reset`; from any thread, signal handlers included."""
+        self._stream.hurry()
 
     def reset(self) -> None:
         """Begin a new session: what has not started is dropped, what runs is waited for, host blocks have no content.

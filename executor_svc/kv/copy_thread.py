@@ -44,7 +44,7 @@ class CopyThread:
         self._num_done = 0
         self._running = False
         self._hurry = False
-        """What runs is not waited out: a cancellation or the end."""
+        """Delays and throttles are not waited out: `hurry`, a cancellation or the end."""
         self._closed = False
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -80,6 +80,12 @@ class CopyThread:
         """As `CopyStream.take_done`."""
         self._check()
         return [self._done.popleft() for _ in range(len(self._done))]
+
+    def hurry(self) -> None:
+        """As `CopyStream.hurry`. The lock is reentrant, so a signal may come while this thread holds it."""
+        with self._changed:
+            self._hurry = True
+            self._changed.notify_all()
 
     def cancel(self) -> None:
         """As `CopyStream.cancel`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -274,6 +275,28 @@ def test_a_throttle_stretches_copies_and_the_end_does_not_wait_for_it() -> None:
     slow = cpu_copies(device, host, bytes_per_s=0.001)
     slow.submit(1, columns([(0, 0)]), NONE, NONE)
     slow.close()
+
+
+def test_who_waits_for_slow_copies_is_let_go_when_another_thread_hurries_them() -> None:
+    device, host = np.arange(4000, dtype=np.uint8).reshape(4, 1000), np.zeros((4, 1000), np.uint8)
+    engine = cpu_copies(device, host, bytes_per_s=0.001, delay=lambda op: 1e6)
+    engine.submit(1, columns([(0, 0), (1, 1)]), NONE, NONE)
+    engine.submit(2, columns([(2, 2)]), columns([(2, 3)]), NONE)
+    waiting = threading.Thread(target=engine.drain, daemon=True)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    engine.hurry()
+    waiting.join(20)
+    assert not waiting.is_alive()
+    assert engine.report().steps == [1, 2]
+    assert (host[:3] == device[:3]).all()
+    assert (device[3] == device[2]).all()
+    engine.reset()
+    engine.submit(3, columns([(0, 0)]), NONE, NONE)
+    time.sleep(0.05)
+    assert engine.busy, "a new session is as slow as it was told to be"
+    engine.close()
 
 
 @pytest.mark.parametrize(

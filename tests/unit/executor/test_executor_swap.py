@@ -21,6 +21,7 @@ from executor_svc.kv.copy_thread import CopyThread
 from executor_svc.metrics import ExecutorMetrics
 from executor_svc.runner import PagedRunner, load
 from executor_svc.startup import WrongOptionError, prepare
+from executor_svc.worker import Exit
 from pagemill.engine.v1 import executor_pb2 as pb
 from tests.unit.executor.copy_world import NoReadFence, NoWriteFence
 from tests.unit.executor.executor_fakes import (
@@ -31,7 +32,7 @@ from tests.unit.executor.executor_fakes import (
     greedy_continuation,
     ids_of,
 )
-from tests.unit.executor.executor_scheduler import RunningWorker
+from tests.unit.executor.executor_scheduler import RunningWorker, until
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 OTHER = [50, 51, 52, 53, 54, 55, 56]
@@ -311,6 +312,26 @@ def test_results_on_the_wire_name_finished_copies() -> None:
             )
             assert result.finished_copy_steps == []
             assert (result.num_mapped_blocks, ids_of(result.token_ids)) == (2, greedy_continuation(PROMPT, 1))
+
+
+@pytest.mark.parametrize("end", ["stop", "session"])
+def test_neither_a_stop_nor_a_new_session_waits_for_throttled_copies(end: str) -> None:
+    with RunningWorker(Bench(num_host_blocks=2, delay=lambda op: 1e6)) as running:
+        scheduler, compute = running.scheduler, running.worker._compute
+        scheduler.start(epoch=1)
+        scheduler.send(plan=pb.StepPlan(step_id=1, swap_out_src=column(3, 4), swap_out_dst=column(0, 1)))
+        until(lambda: compute.running_step == 1 and running.bench.executor._copies.busy)
+        if end == "stop":
+            running.worker.stop()
+            assert list(scheduler.receive("result").result.finished_copy_steps) == [1]
+            assert scheduler.receive("goodbye").goodbye.reason == "stopped"
+            assert running.join() is Exit.STOPPED
+            return
+        scheduler.accept(epoch=2)
+        result = scheduler.step(
+            pb.StepPlan(step_id=1, admit=[admit(0, PROMPT, [1, 2])], row_lanes=column(0), row_num_tokens=column(6))
+        )
+        assert ids_of(result.token_ids) == greedy_continuation(PROMPT, 1)
 
 
 # A real model
