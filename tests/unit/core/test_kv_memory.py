@@ -380,3 +380,56 @@ def test_old_experience_fades_and_weights_do_not_overflow() -> None:
 )
 def test_the_peak_is_at_the_worst_moment_not_the_sum(sequences: list[tuple[float, int]], peak: int) -> None:
     assert peak_blocks(sequences, 4) == peak
+
+
+# What the index and the tiers must not forget
+
+
+def test_who_leaves_is_expected_no_more_and_only_by_itself() -> None:
+    pool = BlockPool(8)
+    prefix = index(pool)
+    first = started(1, list(range(12)), allocate(pool, 3))
+    second = started(2, list(range(12)), allocate(pool, 3))
+    prefix.expect(first, 8)
+    prefix.expect(second, 8)
+    assert {seq.seq_id for seq in prefix.expected_by()} == {1}, "the first keeps what it announced"
+    prefix.leave(second)
+    assert {seq.seq_id for seq in prefix.expected_by()} == {1}
+    prefix.leave(first)
+    assert prefix.expected_by() == []
+    assert (first.prefix.num_published, first.prefix.num_expected) == (0, 0)
+
+
+def test_distrusted_content_is_gone_from_both_tiers() -> None:
+    memory = KvMemory(limits())
+    assert memory.host is not None
+    seq = started(1, list(range(8)), allocate(memory.device, 2))
+    seq.num_planned = 8
+    memory.publish(seq, 8)
+    assert memory.stash(seq) is not None
+    memory.copies.write(StepPlan(1))
+    memory.copies.finished(1)
+    assert all(memory.host.lookup(key) is not None for key in seq.prefix.keys)
+    memory.distrust(seq.prefix.keys)
+    assert [pool.lookup(key) for pool in (memory.device, memory.host) for key in seq.prefix.keys] == [None] * 4
+
+
+def test_a_flush_empties_both_tiers() -> None:
+    memory = KvMemory(limits())
+    assert memory.host is not None
+    seq = started(1, list(range(8)), allocate(memory.device, 2))
+    seq.num_planned = 8
+    memory.publish(seq, 8)
+    assert memory.stash(seq) is not None
+    memory.copies.write(StepPlan(1))
+    memory.copies.finished(1)
+    assert memory.flush() == 4
+
+
+def test_a_block_that_others_hold_too_is_not_leaving() -> None:
+    device, host = BlockPool(4), BlockPool(4)
+    copies = Copies(device, host)
+    copies.swap_out(allocate(device, 1)[0], allocate(host, 1)[0], None)
+    assert copies.num_leaving() == 0
+    device.release([0])
+    assert copies.num_leaving() == 1

@@ -270,3 +270,26 @@ def test_one_plan_admits_no_more_tokens_than_a_message_should_carry(monkeypatch:
         submit(scheduler, number, list(range(20)), 1)
     plans = [step(scheduler)[0] for _ in range(2)]
     assert [len(plan.admit) for plan in plans] == [2, 2], "20 tokens are below the limit, 40 are not"
+
+
+def test_blocks_of_a_finished_output_are_found_by_the_next_turn() -> None:
+    scheduler = attached()
+    submit(scheduler, 1, list(range(10)), 7)
+    assert finish(scheduler)[1].num_output_tokens == 7
+    submit(scheduler, 2, [*range(10), *[7] * 7, 50], 1)
+    assert finish(scheduler)[2].num_cached_tokens == 16, "10 of the prompt and 6 that the output computed"
+
+
+def test_a_victim_of_priority_frees_what_it_reserved_too() -> None:
+    scheduler = attached(replace(EXECUTOR, num_device_blocks=10, num_host_blocks=0), prefix_cache=False)
+    submit(scheduler, 1, list(range(8)), 24)
+    for _ in range(2):
+        step(scheduler)
+        seq = scheduler._sequences[SeqId(1)]
+        assert scheduler._preempter is not None
+        scheduler._preempter.preempt(seq, 1, Reason.MEMORY)
+    step(scheduler)
+    assert scheduler.stats().blocks_reserved > 0, "twice preempted, it starts with all it may ever need"
+    submit(scheduler, 2, list(range(100, 120)), 2, priority=1)
+    step(scheduler)
+    assert scheduler.stats().preemptions_total.get((Action.RECOMPUTE, Reason.PRIORITY), 0) == 0, "immune"
