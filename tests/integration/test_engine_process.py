@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -102,6 +103,27 @@ def test_streams_through_processes_without_torch_numpy_or_grpc(stack: Stack) -> 
     assert {"zmq", "scheduler_svc"} <= modules
     assert modules.isdisjoint({"torch", "numpy", "grpc", "transformers", "executor_svc", "hypothesis"})
     assert oracle.wait(10) == 0, "the oracle saw a violation"
+
+
+def test_executor_that_is_stopped_for_a_moment_twice_costs_no_stream(stack: Stack) -> None:
+    scheduler, executor = stack.scheduler("--log-level=info"), stack.oracle("--step-s=0.02")
+    gateway = stack.gateway()
+    records = [gateway.submit([seed, 1], max_tokens=100, seed=seed) for seed in range(8)]
+    pump(gateway, lambda: all(record.ids for record in records))
+    for _ in range(2):
+        executor.send_signal(signal.SIGSTOP)
+        begin = time.monotonic()
+        pump(gateway, lambda begin=begin: time.monotonic() > begin + 1.0)
+        executor.send_signal(signal.SIGCONT)
+        num_ids = sum(len(record.ids) for record in records)
+        pump(gateway, lambda least=num_ids: sum(len(record.ids) for record in records) > least)
+    pump(gateway, lambda: gateway.num_open == 0)
+    for record in records:
+        assert record.ended is not None
+        assert record.ended.error == fe.STREAM_ERROR_UNSPECIFIED
+        assert_oracle(record)
+    _, _, err = stop(scheduler)
+    assert "predecessor_died=True" not in err
 
 
 def test_killed_scheduler_loses_no_stream(stack: Stack) -> None:
