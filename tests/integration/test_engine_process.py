@@ -105,6 +105,15 @@ def test_streams_through_processes_without_torch_numpy_or_grpc(stack: Stack) -> 
     assert oracle.wait(10) == 0, "the oracle saw a violation"
 
 
+def until_later(gateway: FakeGateway, then: float) -> None:
+    pump(gateway, lambda: time.monotonic() > then)
+
+
+def until_more(gateway: FakeGateway, records: list[Any]) -> None:
+    num_ids = sum(len(record.ids) for record in records)
+    pump(gateway, lambda: sum(len(record.ids) for record in records) > num_ids)
+
+
 def test_executor_that_is_stopped_for_a_moment_twice_costs_no_stream(stack: Stack) -> None:
     scheduler, executor = stack.scheduler("--log-level=info"), stack.oracle("--step-s=0.02")
     gateway = stack.gateway()
@@ -112,11 +121,9 @@ def test_executor_that_is_stopped_for_a_moment_twice_costs_no_stream(stack: Stac
     pump(gateway, lambda: all(record.ids for record in records))
     for _ in range(2):
         executor.send_signal(signal.SIGSTOP)
-        begin = time.monotonic()
-        pump(gateway, lambda begin=begin: time.monotonic() > begin + 1.0)
+        until_later(gateway, time.monotonic() + 1.0)
         executor.send_signal(signal.SIGCONT)
-        num_ids = sum(len(record.ids) for record in records)
-        pump(gateway, lambda least=num_ids: sum(len(record.ids) for record in records) > least)
+        until_more(gateway, records)
     pump(gateway, lambda: gateway.num_open == 0)
     for record in records:
         assert record.ended is not None
