@@ -80,6 +80,8 @@ class Admission:
         Before the batch is built, so that no victim has a row in the plan that releases its lane. Nobody is preempted
         when it would not be enough, and blocks in flight already count, so waiting for them preempts nobody twice.
         """
+        if not self._next_outranks():
+            return
         waiting, running = self._waiting, self._running
         num_seats = running.limits.max_seqs - running.num_running
         num_blocks = running.pool.num_allocatable + running.num_leaving - running.limits.watermark_blocks
@@ -89,7 +91,7 @@ class Admission:
             seq = waiting.pop(now)
             assert seq is not None
             considered.append(seq)
-            if self._suspects.must_wait(seq) or running.memory.prefix.must_wait(seq):
+            if self._is_held(seq):
                 continue
             need = running.need(seq)
             if need.should_wait or not outlook.has_room_for(seq, need):
@@ -118,7 +120,7 @@ class Admission:
             seq = waiting.pop(now)
             if seq is None:
                 break
-            if self._suspects.must_wait(seq) or running.memory.prefix.must_wait(seq):
+            if self._is_held(seq):
                 popped.append(seq)  # even in front, it holds up nobody
                 continue
             need = running.need(seq)
@@ -146,6 +148,10 @@ class Admission:
         for seq in passed:
             seq.in_front = seq.in_front or seq.num_skipped >= self._max_skip_ahead
         waiting.put_back(popped)
+
+    def _is_held(self, seq: Sequence) -> bool:
+        """Whether it waits for another one's probation or prefix, as far as that shows at once."""
+        return self._suspects.must_wait(seq) or self._running.memory.prefix.must_wait(seq)
 
     def _has_room(self) -> bool:
         """Whether the smallest sequence could start; a cheap no for the steps of a full executor."""

@@ -20,7 +20,8 @@ MAX_NEW_KEYS = 1024
 """Keys made for one sequence in one lookup (about a millisecond); a longer match goes on in the next plan."""
 
 MAX_KEYS_AT_SUBMIT = 64
-"""Keys made when a sequence is queued: enough to tell short work from long, and many are queued between two plans."""
+"""Keys made when a sequence is queued, for many are queued between two plans; what is cached beyond them does not count
+towards its place in the queue."""
 
 
 @dataclass(slots=True)

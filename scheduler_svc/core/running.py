@@ -174,8 +174,8 @@ class RunningSet:
         assert new is not None
         fresh, sources = iter(new), iter(need.host_ids)
         table = BlockTable(self.limits.block_size)
-        for block_id in [*need.device_ids, *[None] * (need.num_blocks - len(need.device_ids))]:
-            table.extend([next(fresh) if block_id is None else block_id])
+        table.extend([next(fresh) if block_id is None else block_id for block_id in need.device_ids])
+        table.extend(list(fresh))
         for index, block_id in enumerate(need.device_ids):
             if block_id is None:
                 assert memory.host is not None

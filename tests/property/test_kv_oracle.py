@@ -218,6 +218,9 @@ def test_b66_four_choices_of_long_requests_on_a_small_host_pool(num_host_blocks:
         for choice in range(4):
             rig.submit([request, *range(40)], 24, choice_index=choice)
     rig.drain(lambda: rig.force_some("swap") if rig.num_steps % 3 == 0 else None)
+    stats = rig.scheduler.stats()
+    assert stats.recomputed_tokens_total > 0 or num_host_blocks == 12
+    assert (stats.swapped_in_blocks_total > 0) == (num_host_blocks == 12), "3 blocks hold none of these requests"
 
 
 def test_preemption_before_the_first_row() -> None:
@@ -245,6 +248,8 @@ def test_b65_each_tier_adds_up_after_every_plan() -> None:
     rig = DirectRig(CONFIG, geometry(NEED * 3 // 10, NEED // 3), most_late=6, check_every=1)
     submit_workload(rig, 65, 60)
     rig.drain(lambda: rig.force_some("swap") if rig.num_steps % 5 == 0 else None)
+    stats = rig.scheduler.stats()
+    assert min(stats.evictions_total, stats.swapped_out_blocks_total, stats.swapped_in_blocks_total) > 0
 
 
 def test_b68_the_preempted_do_not_starve_under_a_steady_flow() -> None:
