@@ -39,7 +39,7 @@ class Match:
 class PrefixIndex:
     """Keys of one executor's blocks. `is_on` false: nothing is ever found or published."""
 
-    __slots__ = ("_block_size", "_device", "_expected", "_host", "_identity", "is_on")
+    __slots__ = ("_block_size", "_device", "_expected", "_host", "_identity", "_made_for", "is_on")
 
     def __init__(
         self, device: BlockPool, host: BlockPool | None, block_size: int, identity: tuple[str, str], *, is_on: bool
@@ -49,6 +49,7 @@ class PrefixIndex:
         self._block_size = block_size
         self._identity = identity
         """Model fingerprint and type of keys and values."""
+        self._made_for = (*identity, block_size)
         self._expected: dict[bytes, Sequence] = {}
         self.is_on = is_on
 
@@ -141,9 +142,9 @@ class PrefixIndex:
         return list(self._expected.values())
 
     def _keys(self, seq: Sequence) -> list[bytes]:
-        """The sequence's keys so far, which start anew when they were made for another model."""
-        if seq.prefix.identity != self._identity:
-            seq.prefix.identity = self._identity
+        """The sequence's keys so far, which start anew when they were made for another model or size of block."""
+        if seq.prefix.made_for != self._made_for:
+            seq.prefix.made_for = self._made_for
             seq.prefix.keys = []
         return seq.prefix.keys
 

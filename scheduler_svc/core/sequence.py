@@ -49,8 +49,8 @@ class PrefixState:
 
     keys: list[bytes] = field(default_factory=list)
     """Keys of its leading full blocks, made when needed."""
-    identity: tuple[str, str] | None = None
-    """For which model the keys hold."""
+    made_for: tuple[str, str, int] | None = None
+    """For which model, type of keys and values and size of block the keys hold: an executor with others may come."""
     num_published: int = 0
     """Leading blocks that are known under their keys, or were found."""
     num_expected: int = 0

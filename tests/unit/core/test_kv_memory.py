@@ -106,6 +106,17 @@ def test_keys_made_for_one_model_do_not_serve_another() -> None:
     assert not set(keys) & set(seq.prefix.keys)
 
 
+def test_keys_made_for_one_block_size_do_not_serve_another() -> None:
+    seq = Sequence(SequenceSpec(SeqId(1), [1, 2, 3, 4, 5], 9), priority=0)
+    PrefixIndex(BlockPool(8), None, 1, ("model", "bfloat16"), is_on=True).match(seq)
+    pool = BlockPool(8)
+    prefix = PrefixIndex(pool, None, 2, ("model", "bfloat16"), is_on=True)
+    other = started(2, [1, 9, 9, 9], allocate(pool, 4))
+    PrefixIndex(BlockPool(8), None, 1, ("model", "bfloat16"), is_on=True).match(other)
+    prefix.publish(other, 2)
+    assert prefix.match(seq).device_ids == [], "only its first token is the same"
+
+
 def test_who_needs_what_another_is_computing_waits_until_it_is_there_or_the_other_leaves() -> None:
     pool = BlockPool(8)
     prefix = index(pool)

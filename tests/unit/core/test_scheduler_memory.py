@@ -107,6 +107,14 @@ def test_evicted_blocks_come_back_from_the_host_tier() -> None:
     assert scheduler.stats().swapped_tokens_total >= 4
 
 
+def test_an_executor_with_larger_blocks_finds_no_prefix_by_keys_of_the_smaller_ones() -> None:
+    scheduler = attached(replace(EXECUTOR, block_size=1), max_num_seqs=1)
+    submit(scheduler, 1, [5, 6, 6], 1)
+    submit(scheduler, 2, [5, 7, 7], 1)  # while they wait, both get a key for their first token, which is the same
+    scheduler.attach_executor(replace(EXECUTOR, block_size=2), 0.0)
+    assert {seq_id: end.num_cached_tokens for seq_id, end in finish(scheduler).items()} == {1: 0, 2: 0}
+
+
 def test_an_executor_that_is_lost_takes_both_tiers_with_it() -> None:
     scheduler = attached()
     submit(scheduler, 1, list(range(20)), 9)
