@@ -62,7 +62,7 @@ def read_limit(root: Path = Path("/")) -> MemoryLimit:
 
 
 def size_pool(request: PoolRequest, limit: MemoryLimit, *, resident_bytes: int, activation_bytes: int) -> PoolSize:
-    """Blocks of the pool. Raises DoesNotFitError if it cannot hold one sequence.
+    """Blocks of the pool. Raises DoesNotFitError if it cannot hold one sequence, or if more is asked for than there is.
 
     `resident_bytes` is what the process holds now, weights included and no pool; `activation_bytes` what the largest
     step needs on top for a moment.
@@ -83,6 +83,9 @@ def size_pool(request: PoolRequest, limit: MemoryLimit, *, resident_bytes: int, 
             f"{limit.source} {_gib(limit.num_bytes)} x {request.utilization:g} - resident {_gib(resident_bytes)}"
             f" - activations {_gib(activation_bytes)} = {_gib(budget)}; {_gib(free)} of that is free now"
         )
+    if request.num_device_blocks is not None or request.kv_memory_bytes is not None:
+        option = "--kv-memory-bytes" if request.num_device_blocks is None else "--num-device-blocks"
+        _require_room(option, found * size, limit, {"resident": resident_bytes, "activations": activation_bytes})
     words = (
         f"{words}; block {size} bytes; cap {request.max_num_seqs} sequences x {request.max_model_len} tokens"
         f" = {cap} blocks; pool {found} blocks = {found * request.block_size} tokens = {_gib(found * size)}"
@@ -106,18 +109,19 @@ def size_host_pool(
     resident_bytes: int,
     activation_bytes: int,
     host_kv_memory_bytes: int | None = None,
-    memlock_bytes: int | None = None,
 ) -> PoolSize:
-    """Blocks of the host tier; 0 if it is off or nothing is left. `memlock_bytes`: most that may be locked, if it is.
+    """Blocks of the host tier; 0 if it is off or nothing is left. Raises DoesNotFitError if more is asked for.
 
     On a CPU both tiers are the same memory: the device pool takes what it can use first, the host tier what is left.
     """
     size = request.bytes_per_block
+    pool = num_device_blocks * size
     if host_kv_memory_bytes is not None:
         found = host_kv_memory_bytes // size
         words = f"{_gib(host_kv_memory_bytes)} asked for"
+        taken_bytes = {"resident": resident_bytes, "activations": activation_bytes, "device pool": pool}
+        _require_room("--host-kv-memory-bytes", found * size, limit, taken_bytes)
     else:
-        pool = num_device_blocks * size
         budget = int(limit.num_bytes * request.utilization) - resident_bytes - activation_bytes - pool
         free = int(limit.available_bytes * request.utilization) - activation_bytes - pool
         left = max(0, min(budget, free))
@@ -127,17 +131,18 @@ def size_host_pool(
             f" - activations {_gib(activation_bytes)} - device pool {_gib(pool)} = {_gib(budget)}; {_gib(free)} of that"
             f" is free now; x {HOST_SHARE:g}, at most {HOST_BLOCKS_PER_DEVICE_BLOCK} x {num_device_blocks} blocks"
         )
-        if memlock_bytes is not None:
-            found = min(found, memlock_bytes // size)
-            words = f"{words}, at most {_gib(memlock_bytes)} locked"
     words = f"{words}; block {size} bytes; host tier {found} blocks = {found * request.block_size} tokens"
     return PoolSize(found, f"{words} = {_gib(found * size)}")
 
 
-def memlock_bytes() -> int | None:
-    """The most memory that this process may lock; None: no limit."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
+def _require_room(option: str, asked_bytes: int, limit: MemoryLimit, taken_bytes: dict[str, int]) -> None:
+    """An explicit size may use the whole limit, but not more: the system gives memory late, and then kills for it."""
+    left = limit.num_bytes - sum(taken_bytes.values())
+    if asked_bytes > max(0, left):
+        terms = "".join(f" - {name} {_gib(value)}" for name, value in taken_bytes.items())
+        raise DoesNotFitError(
+            f"{option}: {_gib(asked_bytes)} do not fit, {limit.source} {_gib(limit.num_bytes)}{terms} = {_gib(left)}"
+        )
 
 
 def _require_one_sequence(request: PoolRequest, found: int, words: str) -> None:

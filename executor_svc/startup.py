@@ -238,10 +238,6 @@ def _allocate(runner: ModelRunner, settings: ExecutorSettings, max_len: int, mea
     limit = read_limit()
     pool = size_pool(request, limit, resident_bytes=resident, activation_bytes=measured.activation_bytes)
     log.info("kv pool", extra=kv(weights_bytes=runner.weight_bytes, arithmetic=pool.arithmetic))
-    try:
-        runner.allocate_kv(pool.num_blocks)
-    except (MemoryError, RuntimeError) as error:
-        raise DoesNotFitError(f"the KV pool cannot be allocated: {pool.arithmetic}") from error
     host = size_host_pool(
         request,
         limit,
@@ -251,6 +247,10 @@ def _allocate(runner: ModelRunner, settings: ExecutorSettings, max_len: int, mea
         host_kv_memory_bytes=settings.host_kv_memory_bytes,
     )
     log.info("host tier", extra=kv(arithmetic=host.arithmetic))
+    try:
+        runner.allocate_kv(pool.num_blocks)
+    except (MemoryError, RuntimeError) as error:
+        raise DoesNotFitError(f"the KV pool cannot be allocated: {pool.arithmetic}") from error
     return pool.num_blocks, host.num_blocks
 
 

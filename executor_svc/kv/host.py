@@ -6,7 +6,10 @@ page-locked allocation through torch rounds up to powers of two. Nothing here kn
 
 from __future__ import annotations
 
+import errno
 import mmap
+import os
+import sys
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +26,8 @@ class HostPool:
         self.bytes_per_block = bytes_per_block
         # Private, so that it is plain anonymous memory and no shared-memory file (huge pages, limits of /dev/shm).
         size = num_blocks * bytes_per_block
+        if size > sys.maxsize:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) if size else b""
 
     def block_bytes(self) -> NDArray[np.uint8]:

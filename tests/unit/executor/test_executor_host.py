@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import mmap
-import resource
 from typing import Any
 
 import pytest
 
 from executor_svc.kv.copy_cuda import HostRegistration
 from executor_svc.kv.host import HostPool
-from executor_svc.memory import MemoryLimit, PoolRequest, memlock_bytes, resident_bytes, size_host_pool
+from executor_svc.memory import DoesNotFitError, MemoryLimit, PoolRequest, resident_bytes, size_host_pool
 
 GIB, MIB = 1 << 30, 1 << 20
 LIMIT = MemoryLimit(8 * GIB, "cgroup", 8 * GIB)
@@ -39,23 +38,33 @@ def test_the_host_tier_gets_half_of_what_the_pool_leaves() -> None:
     assert host_blocks(num_device_blocks=8192) == 0
 
 
-def test_what_may_be_locked_is_a_limit_where_memory_is_locked() -> None:
-    assert host_blocks(memlock_bytes=64 * MIB) == 64
-    assert host_blocks(memlock_bytes=64 * 1024) == 0
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    assert memlock_bytes() == (None if soft == resource.RLIM_INFINITY else soft)
-
-
 def test_what_the_operator_asked_for_comes_first() -> None:
     assert host_blocks(host_kv_memory_bytes=3 * MIB + 5) == 3
     assert host_blocks(host_kv_memory_bytes=0) == 0
+    left = int((8 - 1 - 0.5 - 2) * GIB)  # of the whole limit: who sets a size has chosen the share as well
+    assert host_blocks(host_kv_memory_bytes=left) == left // MIB
+
+
+@pytest.mark.parametrize("asked", [int(4.5 * GIB) + MIB, 1 << 50, (1 << 63) - 1, 1 << 63, 1 << 80])
+def test_more_than_the_limit_leaves_is_refused_in_one_line(asked: int) -> None:
+    with pytest.raises(DoesNotFitError) as caught:
+        host_blocks(host_kv_memory_bytes=asked)
+    line = str(caught.value)
+    assert line.startswith("--host-kv-memory-bytes: ")
+    arithmetic = "cgroup 8.00 GiB - resident 1.00 GiB - activations 0.50 GiB - device pool 2.00 GiB = 4.50 GiB"
+    assert line.endswith(arithmetic)
+    assert "\n" not in line
+
+
+def test_the_pages_of_the_machine_that_are_busy_now_do_not_refuse_a_size() -> None:
+    assert host_blocks(MemoryLimit(8 * GIB, "machine", GIB), host_kv_memory_bytes=GIB) == 1024
 
 
 def test_the_arithmetic_is_in_the_line() -> None:
     line = size_host_pool(
-        REQUEST, LIMIT, num_device_blocks=2048, resident_bytes=GIB, activation_bytes=GIB // 2, memlock_bytes=GIB
+        REQUEST, LIMIT, num_device_blocks=2048, resident_bytes=GIB, activation_bytes=GIB // 2
     ).arithmetic
-    for part in ("cgroup 8.00 GiB x 0.75", "device pool 2.00 GiB", "x 0.5", "1.00 GiB locked", "host tier 1024 blocks"):
+    for part in ("cgroup 8.00 GiB x 0.75", "device pool 2.00 GiB", "x 0.5", "host tier 1280 blocks"):
         assert part in line
 
 
@@ -68,6 +77,12 @@ def test_memory_is_taken_when_a_block_is_written() -> None:
     assert resident_bytes() - before < 64 * MIB
     assert blocks[7, -1] == 1
     assert HostPool(0, 100).block_bytes().shape == (0, 100)
+
+
+@pytest.mark.parametrize("num_blocks", [1 << 42, 1 << 43, 1 << 60])
+def test_a_tier_beyond_the_address_space_is_an_os_error(num_blocks: int) -> None:
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        HostPool(num_blocks, MIB)
 
 
 class FakeDriver:

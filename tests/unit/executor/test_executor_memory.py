@@ -107,7 +107,24 @@ def test_no_more_than_is_free_now_or_than_could_be_used() -> None:
 def test_what_the_operator_asked_for_comes_first() -> None:
     assert blocks(request(num_device_blocks=49)) == 49
     assert blocks(request(kv_memory_bytes=300 << 20)) == 300
-    assert blocks(request(kv_memory_bytes=1 << 50)) == 64 * 128
+    assert blocks(request(kv_memory_bytes=1 << 50, max_num_seqs=16)) == 16 * 128  # no more than could be used
+
+
+@pytest.mark.parametrize(
+    ("option", "request_"),
+    [
+        ("--num-device-blocks: 2.50 GiB", request(num_device_blocks=2561)),
+        ("--num-device-blocks: 1024.00 GiB", request(num_device_blocks=1 << 20, kv_memory_bytes=1)),
+        ("--kv-memory-bytes: 8.00 GiB", request(kv_memory_bytes=1 << 63)),
+    ],
+)
+def test_more_than_the_limit_leaves_is_refused_in_one_line(option: str, request_: PoolRequest) -> None:
+    assert blocks(request(num_device_blocks=2560)) == 2560
+    with pytest.raises(DoesNotFitError) as caught:
+        blocks(request_)
+    assert str(caught.value) == (
+        f"{option} do not fit, cgroup 4.00 GiB - resident 1.00 GiB - activations 0.50 GiB = 2.50 GiB"
+    )
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from executor_svc.codec import PlanError, StepOutcome, decode_plan, encode_resul
 from executor_svc.config import ExecutorSettings
 from executor_svc.kv.copy_engine import CopyEngine, CopyOp
 from executor_svc.kv.copy_thread import CopyThread
+from executor_svc.memory import DoesNotFitError
 from executor_svc.metrics import ExecutorMetrics
 from executor_svc.runner import PagedRunner, load
 from executor_svc.startup import WrongOptionError, prepare
@@ -424,6 +425,16 @@ def test_the_hello_tells_of_the_host_tier(tiny_llama: Path) -> None:
         decode_plan(pb.StepPlan(swap_out_src=column(0), swap_out_dst=column(0)), ready.limits)
     with pytest.raises(WrongOptionError, match=f"--host-kv-memory-bytes: one block has {size} bytes"):
         prepare(runner, settings_for(tiny_llama, host_kv_memory_bytes=size - 1))
+
+
+@pytest.mark.parametrize("asked", [1 << 50, 1 << 63])
+def test_a_host_tier_larger_than_the_machine_is_refused_before_a_pool_is_allocated(
+    tiny_llama: Path, asked: int
+) -> None:
+    runner = load(tiny_llama, dtype="float32", block_size=4, num_threads=1)
+    with pytest.raises(DoesNotFitError, match="--host-kv-memory-bytes: [0-9.]+ GiB do not fit, .* - resident"):
+        prepare(runner, settings_for(tiny_llama, host_kv_memory_bytes=asked))
+    assert len(runner.block_bytes()) != 40  # still that of the warm-up
 
 
 def test_without_copies_no_copy_thread_is_started() -> None:
