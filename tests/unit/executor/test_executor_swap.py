@@ -428,11 +428,9 @@ def test_the_hello_tells_of_the_host_tier(tiny_llama: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", [1 << 50, 1 << 63])
-def test_a_host_tier_larger_than_the_machine_is_refused_before_a_pool_is_allocated(
-    tiny_llama: Path, asked: int
-) -> None:
+def test_a_host_tier_larger_than_the_machine_is_refused_before_allocation(tiny_llama: Path, asked: int) -> None:
     runner = load(tiny_llama, dtype="float32", block_size=4, num_threads=1)
-    with pytest.raises(DoesNotFitError, match="--host-kv-memory-bytes: [0-9.]+ GiB do not fit, .* - resident"):
+    with pytest.raises(DoesNotFitError, match=r"--host-kv-memory-bytes: [0-9.]+ GiB do not fit, .* - resident"):
         prepare(runner, settings_for(tiny_llama, host_kv_memory_bytes=asked))
     assert len(runner.block_bytes()) != 40  # still that of the warm-up
 
