@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from cache_svc.blocks.invariants import check_pool
 from cache_svc.blocks.pool import BlockPool
+from tests.property.campaign import machine_settings, machine_time_limit
 
 KEYS = [bytes([number]) * 32 for number in range(7)]
 """So few that two blocks are often to be published under one key: as if somebody had forged a duplicate."""
@@ -244,5 +244,5 @@ class PoolMachine(RuleBasedStateMachine):
         ]
 
 
-TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
+TestPool = machine_time_limit(PoolMachine.TestCase)
+TestPool.settings = machine_settings(250, 40)

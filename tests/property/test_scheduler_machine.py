@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from scheduler_svc.core.params import ExecutorLimits, HostCache, PreemptionMode, QueuePolicy, SchedulerConfig
 from scheduler_svc.core.plan import RowErrorCode
 from scheduler_svc.core.preemption import Action
+from tests.property.campaign import machine_settings, machine_time_limit
 from tests.property.driver import Driver, prompt_of
 
 
@@ -173,12 +173,7 @@ class LossMachine(PressureMachine):
             self.driver.attach(data.draw(self.limits), predecessor_died=kind == "death")
 
 
-TestPressure = PressureMachine.TestCase
-TestPressure.settings = settings(
-    max_examples=200,
-    stateful_step_count=30,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-TestLoss = LossMachine.TestCase
-TestLoss.settings = settings(TestPressure.settings, max_examples=300)
+TestPressure = machine_time_limit(PressureMachine.TestCase)
+TestPressure.settings = machine_settings(200, 30)
+TestLoss = machine_time_limit(LossMachine.TestCase)
+TestLoss.settings = machine_settings(300, 30)
