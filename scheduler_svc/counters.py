@@ -69,6 +69,8 @@ class EngineCounters:
     """As the executor reports it."""
     swap_seconds: Histogram = field(default_factory=_seconds)
     """Time in copies between device and host, of steps that had any; as the executor reports it."""
+    swapped_bytes: Counter[str] = field(default_factory=lambda: _zeros(("out", "in")))
+    """Copied between device and host, by direction; counted when the executor reports the copy."""
     step_tokens: Histogram = field(default_factory=_counts)
     step_rows: Histogram = field(default_factory=_counts)
     plans_sent: int = 0

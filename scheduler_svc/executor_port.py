@@ -26,6 +26,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.counters import EngineCounters
 from scheduler_svc.executor_session import ExecutorSession, Loss, Strangers, state_name
 from scheduler_svc.plan_flow import PlanFlow
+from scheduler_svc.rates import ExecutorRates
 from scheduler_svc.sessions import Clock, EpochSource, peer_name, plain, refuse_hello
 
 log = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class ExecutorPort:
         return self._failures > 0
 
     def tokens_per_s(self) -> float | None:
-        """Measured rate of steps, before there is one the prefill rate of the hello; None when neither is known."""
+        """Measured rate of steps, before there is one the executor's prefill rate; None when neither is known."""
         measured = self._plans.rate.tokens_per_s()
         if measured is None and self.session is not None and self.session.limits.prefill_tokens_per_s > 0:
             return self.session.limits.prefill_tokens_per_s
@@ -134,7 +135,8 @@ class ExecutorPort:
         if self.session is not None:
             self.detach(now, "it said hello again", Loss.LEFT)
         self._strangers.forget(peer)
-        session = ExecutorSession(peer, hello, limits, last_heard=now)
+        rates = ExecutorRates(limits, self.core.config.max_num_batched_tokens)
+        session = ExecutorSession(peer, hello, rates, last_heard=now)
         died = self._lost is not None and (self._lost.is_stuck or not self._lost.is_of(peer, hello))
         try:
             events = self.core.attach_executor(limits, now, predecessor_died=died)
@@ -187,6 +189,7 @@ class ExecutorPort:
         session.channel.open(self._epochs.next(above))
         session.sent.clear()
         session.outbox.clear()
+        session.copies.clear()
         session.num_resends = 0
         session.has_broken_lanes = False
         session.state = pb.EXECUTOR_STATE_IDLE

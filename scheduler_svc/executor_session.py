@@ -13,6 +13,7 @@ from pagemill.links import PeerId
 from pagemill.logs import kv
 from scheduler_svc.core.params import ExecutorLimits
 from scheduler_svc.counters import EngineCounters
+from scheduler_svc.rates import CopiedBytes, ExecutorRates
 from scheduler_svc.sessions import peer_name
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,8 @@ class SentPlan:
     num_tokens: int
     num_rows: int
     sent_at: float
+    row_num_tokens: list[int] | None = None
+    """As in the plan; None: 1 each."""
     num_mapped_blocks: int | None = None
     """What the executor must have mapped after it; None: not worked out for this plan."""
 
@@ -50,7 +53,7 @@ class ExecutorSession:
 
     peer: PeerId
     hello: pb.ExecutorHello
-    limits: ExecutorLimits
+    rates: ExecutorRates
     last_heard: float
     channel: Channel[pb.ExecutorEnvelope] = field(default_factory=lambda: Channel(pb.ExecutorEnvelope))
     state: pb.ExecutorState = pb.EXECUTOR_STATE_IDLE
@@ -59,6 +62,8 @@ class ExecutorSession:
     """Plans in flight, oldest first; step ids are consecutive behind `applied_step_id`."""
     outbox: deque[bytes] = field(default_factory=deque)
     """Frames the link has not taken. While there are any, nothing is planned."""
+    copies: dict[int, CopiedBytes] = field(default_factory=dict)
+    """Copies of plans that were sent, by step, until the executor reports them finished."""
     progress_at: float = 0.0
     """When the oldest plan in flight was sent (again), or the last result came."""
     num_resends: int = 0
@@ -72,6 +77,11 @@ class ExecutorSession:
     def is_of(self, peer: PeerId, hello: pb.ExecutorHello) -> bool:
         """Whether this hello is one more of the same process."""
         return (peer, hello.incarnation) == (self.peer, self.hello.incarnation)
+
+    @property
+    def limits(self) -> ExecutorLimits:
+        """What it said in its hello, with the rates that it has shown since."""
+        return self.rates.limits
 
     @property
     def name(self) -> str:

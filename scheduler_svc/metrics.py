@@ -6,7 +6,6 @@ neighbouring rounds, never a torn value.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -27,9 +26,6 @@ class EngineCollector(Collector):
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._swapped: Counter[str] = Counter({"out": 0, "in": 0})
-        """Bytes by direction, and blocks by direction at the last reading: sizes of blocks differ between executors."""
-        self._seen: Counter[str] = Counter()
 
     def collect(self) -> Iterable[Metric]:
         """One reading."""
@@ -92,6 +88,16 @@ class EngineCollector(Collector):
         executors = GaugeMetricFamily("pagemill_executors", "Executors by state.", labels=["state"])
         executors.add_metric(["ready"], int(self._engine.executors.session is not None))
         yield executors
+        session = self._engine.executors.session
+        limits = None if session is None else session.limits
+        prefill = 0.0 if limits is None else limits.prefill_tokens_per_s
+        yield _gauge("prefill_tokens_per_second", "Rate by which computing blocks again is weighed.", prefill)
+        copies = GaugeMetricFamily(
+            "pagemill_copy_bytes_per_second", "Rates by which copies of blocks are weighed.", labels=["direction"]
+        )
+        copies.add_metric(["out"], 0.0 if limits is None else limits.swap_out_bytes_per_s)
+        copies.add_metric(["in"], 0.0 if limits is None else limits.swap_in_bytes_per_s)
+        yield copies
         startup = GaugeMetricFamily("pagemill_startup_seconds", "Duration of start by phase.", labels=["phase"])
         for phase, seconds in self._engine.counters.startup_seconds.items():
             startup.add_metric([phase], seconds)
@@ -114,12 +120,8 @@ class EngineCollector(Collector):
         hits, queries = {"": stats.prefix_hit_tokens_total}, {"": stats.prefix_query_tokens_total}
         yield _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", (), hits)
         yield _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", (), queries)
-        session = self._engine.executors.session
-        size = 0 if session is None else session.limits.bytes_per_block
-        for way, blocks in (("out", stats.swapped_out_blocks_total), ("in", stats.swapped_in_blocks_total)):
-            self._swapped[way] += max(0, blocks - self._seen[way]) * size
-            self._seen[way] = blocks
-        yield _counter("swap_bytes", "Bytes copied between device and host.", ("direction",), self._swapped)
+        copied = self._engine.counters.swapped_bytes
+        yield _counter("swap_bytes", "Bytes copied between device and host.", ("direction",), copied)
 
     def _residency(self) -> Iterable[Metric]:
         residency = self._engine.core.residency

@@ -22,6 +22,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.counters import EngineCounters, RateMeter
 from scheduler_svc.executor_session import ExecutorSession, SentPlan
 from scheduler_svc.explain import explain, explain_preemptions
+from scheduler_svc.rates import CopiedBytes
 from scheduler_svc.sessions import Clock, peer_name
 
 log = logging.getLogger(__name__)
@@ -100,7 +101,12 @@ class PlanFlow:
             num_mapped = (
                 self._owner.core.num_mapped_blocks() if self._audit.wants_mapped_blocks(self._owner.core) else None
             )
-            session.sent.append(SentPlan(plan.step_id, message, plan.num_tokens, plan.num_rows, now, num_mapped))
+            session.sent.append(
+                SentPlan(plan.step_id, message, plan.num_tokens, plan.num_rows, now, plan.row_num_tokens, num_mapped)
+            )
+            if plan.swap_out_src or plan.swap_in_src:
+                size = session.limits.bytes_per_block
+                session.copies[plan.step_id] = CopiedBytes(len(plan.swap_out_src) * size, len(plan.swap_in_src) * size)
             self._counters.plans_sent += 1
             self.send(session, frame)
             sent_any = True
@@ -131,9 +137,27 @@ class PlanFlow:
             log.error("step failed", extra=kv(**{STEP_ID: message.step_id}, executor=peer_name(session.peer)))
             self._owner.reopen(session, now, "a step failed")
             return
+        self._learn(session, plan, message, result.status)
         self._owner.has_worked()
         session.has_broken_lanes |= result.status is not StepStatus.OK
         self._compare_mapped(session, plan, message.num_mapped_blocks, now)
+
+    def _learn(self, session: ExecutorSession, plan: SentPlan, message: pb.StepResult, status: StepStatus) -> None:
+        """Count what was copied, and let the core know when the executor turns out faster or slower than it said."""
+        is_alone = all(step_id > plan.step_id for step_id in session.copies)
+        done = CopiedBytes.total(
+            copied
+            for step_id in message.finished_copy_steps
+            if (copied := session.copies.pop(step_id, None)) is not None
+        )
+        self._counters.swapped_bytes["out"] += done.out
+        self._counters.swapped_bytes["in"] += done.back
+        session.rates.copies(done, message.copy_us / 1e6)
+        if is_alone and status is StepStatus.OK:
+            session.rates.step(plan.num_tokens, plan.row_num_tokens, message.execute_us / 1e6)
+        news = session.rates.take_news()
+        if news is not None:
+            self._owner.core.update_rates(news)
 
     def _compare_mapped(self, session: ExecutorSession, plan: SentPlan, num_mapped: int, now: float) -> None:
         """Heal by a new session when the executor's tables are not what the plans made of them. 0: it does not say."""

@@ -1,4 +1,4 @@
-"""What moving or recomputing a block costs on one executor, from the rates that it measured and reported.
+"""What moving or recomputing a block costs on one executor, from its rates: what it reported, or has shown since.
 
 An unknown rate makes its way of doing things infinitely dear, so it is never chosen on a guess.
 """

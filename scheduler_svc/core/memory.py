@@ -50,17 +50,18 @@ class KvMemory:
         self.now = 0.0
         """Seconds, of the verb that is at work; only the sampler of residency looks at it."""
         self._residency = residency
+        self.prefix = PrefixIndex(
+            self.device, None, limits.block_size, (limits.model_fingerprint, limits.kv_dtype), is_on=limits.prefix_cache
+        )
+        self.reprice(limits)
+
+    def reprice(self, limits: StepLimits) -> None:
+        """Decides by `limits.costs` whether blocks are kept in the host tier, how many a plan, and looked up there."""
         is_kept = self.host is not None and limits.prefix_cache and limits.costs.does_swap_in_pay
         self._most_kept = limits.num_blocks_in(KEPT_SHARE) if is_kept else 0
         self._keeps_evicted = is_kept and limits.host_cache is HostCache.ON_EVICT
         self._writes_through = is_kept and limits.host_cache is HostCache.WRITE_THROUGH
-        self.prefix = PrefixIndex(
-            self.device,
-            self.host if is_kept and limits.host_cache is not HostCache.OFF else None,
-            limits.block_size,
-            (limits.model_fingerprint, limits.kv_dtype),
-            is_on=limits.prefix_cache,
-        )
+        self.prefix.host = self.host if is_kept and limits.host_cache is not HostCache.OFF else None
 
     def allocate(self, num_blocks: int, *, reserved: bool = False) -> list[int] | None:
         """As `BlockPool.allocate` on the device; content that must go for it may move to the host tier."""

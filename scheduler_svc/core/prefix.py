@@ -39,13 +39,14 @@ class Match:
 class PrefixIndex:
     """Keys of one executor's blocks. `is_on` false: nothing is ever found or published."""
 
-    __slots__ = ("_block_size", "_device", "_expected", "_host", "_identity", "_made_for", "is_on")
+    __slots__ = ("_block_size", "_device", "_expected", "_identity", "_made_for", "host", "is_on")
 
     def __init__(
         self, device: BlockPool, host: BlockPool | None, block_size: int, identity: tuple[str, str], *, is_on: bool
     ) -> None:
         self._device = device
-        self._host = host
+        self.host = host
+        """The tier that is looked into where the device has nothing, if any."""
         self._block_size = block_size
         self._identity = identity
         """Model fingerprint and type of keys and values."""
@@ -81,7 +82,7 @@ class PrefixIndex:
         num_blocks = (len(seq.token_ids) - 1) // self._block_size
         most_keys = len(self._keys(seq)) + max_new_keys
         seq.prefix.stopped_at = None
-        lookup, host = self._device.lookup, self._host
+        lookup, host = self._device.lookup, self.host
         for index in range(num_blocks):
             if index >= most_keys:
                 found.should_wait = True

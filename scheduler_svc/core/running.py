@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cache_svc.blocks.geometry import blocks_for
 from cache_svc.blocks.residency import ResidencySampler
 from cache_svc.blocks.table import BlockTable
+from scheduler_svc.core.costs import BlockCosts
 from scheduler_svc.core.fences import Fences, LanePool
 from scheduler_svc.core.limits import StepLimits
 from scheduler_svc.core.memory import KvMemory
@@ -79,6 +80,11 @@ class RunningSet:
         """The lanes of the last plan's batch, which `repeat_decode` refers to."""
         self._priorities: Counter[int] = Counter()
         self._has_leftovers = False
+
+    def reprice(self, costs: BlockCosts) -> None:
+        """Copying and computing cost this from now on."""
+        self.limits = replace(self.limits, costs=costs)
+        self.memory.reprice(self.limits)
 
     def __iter__(self) -> Iterator[Sequence]:
         """Every running sequence once."""

@@ -28,7 +28,7 @@ from __future__ import annotations
 from cache_svc.blocks.residency import ResidencySampler
 from scheduler_svc.core.admission import Admission
 from scheduler_svc.core.batch import BatchBuilder
-from scheduler_svc.core.costs import TailLosses
+from scheduler_svc.core.costs import TailLosses, block_costs
 from scheduler_svc.core.deadlines import Deadlines
 from scheduler_svc.core.events import Event, FinishedEvent, FinishReason, Refusal
 from scheduler_svc.core.growth import drop_appends, grow_tables
@@ -121,6 +121,11 @@ class Scheduler:
             if seq.token_limit <= len(seq.token_ids):
                 self._finish(seq, FinishReason.NO_FIT, now, refuse_length(step_limits, seq.prompt_len))
         return self._take_events()
+
+    def update_rates(self, executor: ExecutorLimits) -> None:
+        """Weighs swapping and computing by these rates from now on. Without an executor nothing happens."""
+        if self._running is not None:
+            self._running.reprice(block_costs(executor))
 
     def detach_executor(self, now: float) -> list[Event]:
         """The executor is gone: what ran waits to be recomputed, plans in flight are forgotten. Idempotent."""

@@ -1,16 +1,15 @@
 from __future__ import annotations
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 
 from cache_svc.blocks.histogram import Histogram
+from scheduler_svc.core.params import PreemptionMode, SchedulerConfig
 from scheduler_svc.counters import RateMeter
-from scheduler_svc.metrics import EngineCollector
 from scheduler_svc.sessions import MAX_EPOCH, EpochSource, plain
 from tests.oracles.base import Geometry
 from tests.oracles.kv import KvExecutor
 from tests.oracles.rig import LockstepRig
+from tests.unit.engine.engine_samples import samples_of
 
 PUBLIC = {
     "pagemill_requests_total",
@@ -106,16 +105,6 @@ def test_frames_that_the_links_drop_are_published() -> None:
     assert samples_of(rig)["pagemill_stale_messages_total", ("kind", "transport")] == 7
 
 
-def samples_of(rig: LockstepRig) -> dict[tuple[object, ...], float]:
-    registry = CollectorRegistry()
-    registry.register(EngineCollector(rig.engine))
-    return {
-        (sample.name, *sorted(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(generate_latest(registry).decode())
-        for sample in family.samples
-    }
-
-
 def test_metrics_of_the_prefix_cache_count_tokens() -> None:
     rig = LockstepRig()
     rig.add_executor(KvExecutor, Geometry(num_blocks=12))
@@ -134,6 +123,26 @@ def test_metrics_of_the_prefix_cache_count_tokens() -> None:
     (ended,) = [record.ended for record in gateway.streams.values() if record.stream == 2]
     assert ended is not None
     assert ended.cached_tokens == 24
+
+
+def test_copied_bytes_are_those_of_the_executor_that_copied_them() -> None:
+    rig = LockstepRig(core=SchedulerConfig(preemption_mode=PreemptionMode.SWAP))
+    total = {"out": 0, "in": 0}
+    for number, size in enumerate((1 << 16, 1 << 10)):
+        geometry = Geometry(num_blocks=12, num_host_blocks=64, bytes_per_block=size)
+        executor = rig.add_executor(KvExecutor, geometry, name=f"executor-{number}")
+        gateway = rig.add_gateway(f"gw-{number}")
+        for seed in range(6):
+            gateway.submit([seed] * 20, max_tokens=40)
+        rig.finish()
+        rig.turn(20)
+        total["out"] += executor.counts.num_swapped_out * size
+        total["in"] += executor.counts.num_swapped_in * size
+        rig.kill_executor(executor)
+        rig.turn(20)
+    assert min(total.values()) > 1 << 16
+    for way, num_bytes in total.items():  # scraped for the first time when both have gone
+        assert samples_of(rig)["pagemill_swap_bytes_total", ("direction", way)] == num_bytes
 
 
 def test_a_step_and_a_preemption_are_explained_by_one_debug_line_each(caplog: pytest.LogCaptureFixture) -> None:

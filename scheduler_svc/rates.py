@@ -1,0 +1,100 @@
+"""What an executor really does per second, learned from its results; its hello gives the figures to begin with.
+
+The hello's figures are from one moment at its start. Another load in that moment, or since, makes them wrong, and with
+them every choice between swapping and computing again. Each figure is the median of the last samples, so that single
+odd steps change nothing; the hello's counts as the first few of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from statistics import median
+
+from scheduler_svc.core.params import ExecutorLimits
+
+NUM_SAMPLES = 15
+"""Samples that count. Half of them must agree before a figure moves all the way."""
+NUM_FIRST = 3
+"""Samples that the hello's figure stands for; without one, so many are needed before there is a figure."""
+LEAST_CHANGE = 0.1
+"""Relative change below which the core keeps what it has, so that costs do not flicker."""
+
+PREFILL_SHARE = 0.75
+"""Least share of a step's tokens that must be parts of prompts: a step's time cannot be told apart by rows."""
+BUDGET_SHARE = 0.25
+"""Least share of the token budget: the fixed cost of a small step says nothing about the cost of a block."""
+LEAST_COPY_S = 200e-6
+"""Shorter copies are mostly the cost of a call, and the wire counts microseconds."""
+
+
+class LearnedRate:
+    """One figure per second."""
+
+    def __init__(self, first: float) -> None:
+        self._samples = deque([first] * NUM_FIRST if first > 0 else [], NUM_SAMPLES)
+        self.value = first
+        """0: unknown."""
+
+    def add(self, amount: float, seconds: float) -> None:
+        """One sample. Amounts and times that are not positive are no samples."""
+        if amount > 0 and seconds > 0:
+            self._samples.append(amount / seconds)
+            if len(self._samples) >= NUM_FIRST:
+                self.value = median(self._samples)
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedBytes:
+    """Bytes that the copies of one plan, or of several, move."""
+
+    out: int = 0
+    """Device to host."""
+    back: int = 0
+    """Host to device."""
+
+    @classmethod
+    def total(cls, parts: Iterable[CopiedBytes]) -> CopiedBytes:
+        """All of them together."""
+        known = list(parts)
+        return cls(sum(part.out for part in known), sum(part.back for part in known))
+
+
+class ExecutorRates:
+    """The rates of one executor: `limits` has the figures in use."""
+
+    def __init__(self, limits: ExecutorLimits, max_tokens: int) -> None:
+        """`max_tokens`: the token budget of a step."""
+        self.limits = limits
+        self._least_tokens = BUDGET_SHARE * min(max_tokens, limits.max_tokens)
+        self._prefill = LearnedRate(limits.prefill_tokens_per_s)
+        self._out = LearnedRate(limits.swap_out_bytes_per_s)
+        self._back = LearnedRate(limits.swap_in_bytes_per_s)
+
+    def step(self, num_tokens: int, row_num_tokens: list[int] | None, execute_s: float) -> None:
+        """A step without copies beside it took so long. `row_num_tokens`: as in the plan."""
+        if row_num_tokens is None or num_tokens < self._least_tokens:
+            return
+        if sum(count for count in row_num_tokens if count > 1) >= PREFILL_SHARE * num_tokens:
+            self._prefill.add(num_tokens, execute_s)
+
+    def copies(self, done: CopiedBytes, seconds: float) -> None:
+        """Copies took so long in all. Those of both directions together cannot be told apart."""
+        if seconds < LEAST_COPY_S or (done.out and done.back):
+            return
+        self._out.add(done.out, seconds)
+        self._back.add(done.back, seconds)
+
+    def take_news(self) -> ExecutorLimits | None:
+        """The limits with what has been learned; None where no figure has moved enough since the last time."""
+        old, prefill, out, back = self.limits, self._prefill.value, self._out.value, self._back.value
+        pairs = (
+            (old.prefill_tokens_per_s, prefill),
+            (old.swap_out_bytes_per_s, out),
+            (old.swap_in_bytes_per_s, back),
+        )
+        if all(abs(new - known) <= LEAST_CHANGE * known for known, new in pairs):
+            return None
+        self.limits = replace(old, prefill_tokens_per_s=prefill, swap_out_bytes_per_s=out, swap_in_bytes_per_s=back)
+        return self.limits
