@@ -57,5 +57,4 @@ class Preempter:
         else:
             self._waiting.remove(seq)
         seq.requeue()
-        seq.forecast = None
         self._waiting.push(seq)

@@ -320,6 +320,7 @@ class Scheduler:
             preempter.lose(seq)
         for seq in self._sequences.values():
             seq.last_step_id = 0
+            seq.forecast = None  # what it costs from here on is the loss's doing
         self._running = self._admission = self._preempter = None
         self._counters.executor_losses += 1
 

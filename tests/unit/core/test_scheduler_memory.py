@@ -301,3 +301,23 @@ def test_a_victim_of_priority_frees_what_it_reserved_too() -> None:
     submit(scheduler, 2, list(range(100, 120)), 2, priority=1)
     step(scheduler)
     assert scheduler.stats().preemptions_total.get((Action.RECOMPUTE, Reason.PRIORITY), 0) == 0, "immune"
+
+
+def test_a_block_that_an_output_fills_is_found_while_its_sequence_still_runs() -> None:
+    scheduler = attached()
+    submit(scheduler, 1, [1, 2, 3, 4], 20)
+    for _ in range(6):
+        step(scheduler)
+    submit(scheduler, 2, [1, 2, 3, 4, 7, 7, 7, 7, 50], 1)
+    _, ends = step(scheduler)
+    assert [(end.seq_id, end.num_cached_tokens) for end in ends] == [(2, 8)]
+    assert scheduler.stats().running == 1
+
+
+def test_who_comes_between_two_chunks_waits_for_the_next_one() -> None:
+    scheduler = attached(max_prefill_chunk=8)
+    submit(scheduler, 1, list(range(32)), 1)
+    step(scheduler)
+    submit(scheduler, 2, list(range(33)), 1, priority=1)  # so it has its turn before the next chunk is planned
+    assert finish(scheduler)[2].num_cached_tokens == 32
+    assert scheduler.stats().prefill_tokens_total == 33
