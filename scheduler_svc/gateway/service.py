@@ -26,6 +26,7 @@ from scheduler_svc.gateway.output import Ending, EndKind, Output, StopRules
 from scheduler_svc.gateway.prompts import PromptEncoder
 from scheduler_svc.gateway.registry import Call, Registry
 from scheduler_svc.gateway.scheduler_client import SchedulerClient
+from scheduler_svc.gateway.status import CallOverError
 from scheduler_svc.gateway.streams import LiveStream, Replay, cache_salt
 from scheduler_svc.gateway.tokenizer import TokenizerPool
 
@@ -81,7 +82,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         except PagemillError as error:
             outcome = error.reason.value
             raise
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, CallOverError):
             remaining = context.time_remaining()
             if remaining is not None and remaining <= 0:
                 outcome = Reason.DEADLINE_EXCEEDED.value

@@ -18,6 +18,9 @@ from pagemill.logs import kv
 
 _log = logging.getLogger(__name__)
 
+CallOverError = grpc.aio.InternalError
+"""What grpc raises for a word on a call whose deadline has passed or whose client has left, until it has noticed."""
+
 _CODE_OF = {code.value[0]: code for code in grpc.StatusCode}
 DETAILS_KEY = "grpc-status-details-bin"
 _MAX_MESSAGE_CHARS = 1000
@@ -51,8 +54,11 @@ def trailers(error: PagemillError) -> tuple[tuple[str, str | bytes], ...]:
 
 
 async def abort(context: Any, error: PagemillError) -> NoReturn:
-    """End the call with `error`."""
-    await context.abort(grpc_code(error.status), error.message[:_MAX_MESSAGE_CHARS], trailers(error))
+    """End the call with `error`. Raises CancelledError if it is over already, so that nobody hears of it."""
+    try:
+        await context.abort(grpc_code(error.status), error.message[:_MAX_MESSAGE_CHARS], trailers(error))
+    except CallOverError as over:
+        raise asyncio.CancelledError("the call is over") from over
     raise AssertionError("abort raises")
 
 
@@ -109,6 +115,8 @@ def _unary(method: Any) -> Any:
             await abort(context, error)
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
+        except CallOverError as over:
+            raise asyncio.CancelledError("the call is over") from over
         except Exception as error:
             await abort(context, hide(error))
 
@@ -128,6 +136,8 @@ def _streaming(method: Any) -> Any:
             await abort(context, error)
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
+        except CallOverError as over:
+            raise asyncio.CancelledError("the call is over") from over
         except Exception as error:
             await abort(context, hide(error))
 
