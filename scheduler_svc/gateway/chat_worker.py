@@ -7,6 +7,7 @@ endian) and that many bytes of JSON. The first frame is the template. Ends when 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import struct
 import sys
@@ -26,7 +27,14 @@ def main() -> int:
     die_with_parent()
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    try:
+        return _serve(sys.stdin.buffer, sys.stdout.buffer)
+    except BrokenPipeError:  # the gateway is gone, and so is everybody who would read an answer or a trace
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes there
+        return 0
+
+
+def _serve(source: BinaryIO, sink: BinaryIO) -> int:
     setup = _read(source)
     if setup is None:
         return 0
@@ -60,7 +68,10 @@ def _read(source: BinaryIO) -> dict[str, Any] | None:
     length = struct.unpack("<I", head)[0]
     if length > _MAX_FRAME_BYTES:
         return None
-    request: dict[str, Any] = json.loads(source.read(length))
+    body = source.read(length)
+    if len(body) < length:  # its writer died over it
+        return None
+    request: dict[str, Any] = json.loads(body)
     return request
 
 

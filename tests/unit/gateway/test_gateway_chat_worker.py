@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
+import json
 import os
 import signal
 import struct
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -180,6 +183,30 @@ def test_frames_end_with_the_input_and_are_bounded() -> None:
     assert chat_worker._read(io.BytesIO(b"")) is None
     assert chat_worker._read(io.BytesIO(b"\x02")) is None
     assert chat_worker._read(io.BytesIO(struct.pack("<I", 2) + b"{}")) == {}
+    assert chat_worker._read(io.BytesIO(struct.pack("<I", 3) + b"{}")) is None
     huge = io.BytesIO(struct.pack("<I", chat_worker._MAX_FRAME_BYTES + 1) + b"{}")
     assert chat_worker._read(huge) is None
     assert huge.tell() == 4
+
+
+@pytest.mark.parametrize("num_asked", [0, 1, 3])
+def test_a_worker_whose_gateway_has_died_ends_without_a_word(num_asked: int) -> None:
+    def frame(body: dict[str, Any]) -> bytes:
+        data = json.dumps(body).encode()
+        return struct.pack("<I", len(data)) + data
+
+    setup = {"template": ECHO, "special_tokens": {}, "controls": CONTROLS}
+    request = {"messages": chat("x"), "add_generation_prompt": True}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-m", "scheduler_svc.gateway.chat_worker"], stdin=pipe, stdout=pipe, stderr=pipe
+    ) as worker:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        assert worker.stderr is not None
+        worker.stdout.close()  # nobody will read its answers
+        worker.stdin.write(frame(setup) + frame(request) * num_asked)
+        with contextlib.suppress(BrokenPipeError):
+            worker.stdin.close()
+        assert worker.stderr.read() == b""
+        assert worker.wait(30) == 0
