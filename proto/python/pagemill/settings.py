@@ -12,7 +12,7 @@ import sys
 from difflib import get_close_matches
 from pathlib import Path
 from tomllib import TOMLDecodeError
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, get_args
 
 from google.protobuf.internal import api_implementation
 from pydantic import Field, ValidationError
@@ -81,7 +81,7 @@ def load(settings_type: type[S], argv: list[str]) -> S:
     Every process begins here, so what all of them need is checked here too: see `_check_protobuf`.
     """
     _check_protobuf(settings_type)
-    settings_type._file = _config_file(argv)
+    settings_type._file = _config_file(settings_type, argv)
     if settings_type._file is not None:
         _check_file(settings_type, settings_type._file)
     try:
@@ -102,15 +102,42 @@ def _check_file(settings_type: type[S], path: Path) -> None:
     if not path.is_file():
         _refuse(settings_type, f"--config: no such file: {path}")
     try:
-        keys = file_keys(path)
+        _refuse_doubled(path)
+        values = _file_values(path)
     except Exception as error:  # whatever the parsers raise: the line must say what to mend
         _refuse(settings_type, f"--config {path}: {_what_is_wrong(error)}")
         raise AssertionError from error
     known = KNOWN_OPTIONS.union(settings_type.model_fields)
-    for key in sorted(keys - known):
+    for key in sorted(values.keys() - known):
         near = get_close_matches(key.replace("-", "_"), known, 1, 0.75)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         _refuse(settings_type, f"--config {path}: no process has the option {key!r}{hint}")
+    for key, value in values.items():
+        if isinstance(value, bool) and key in settings_type.model_fields and not _takes_bool(settings_type, key):
+            word = str(value).lower()
+            _refuse(settings_type, f"--config {path}: {key}: got {word}; yes, no, on and off are words only in quotes")
+
+
+def _refuse_doubled(path: Path) -> None:
+    """Raises MarkedYAMLError where YAML's parser would take the last of several values. TOML's own refuses them."""
+    if path.suffix == ".toml":
+        return
+    import yaml  # noqa: PLC0415 (10 ms that a process without a file need not spend)
+
+    root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    lines: dict[str, int] = {}
+    for key, _ in root.value if isinstance(root, yaml.MappingNode) else ():
+        line = key.start_mark.line + 1
+        if lines.setdefault(key.value, line) != line:
+            raise yaml.MarkedYAMLError(
+                problem=f"{key.value!r} is in line {lines[key.value]} already", problem_mark=key.start_mark
+            )
+
+
+def _takes_bool(settings_type: type[Settings], key: str) -> bool:
+    """Whether an option may be true or false; without this check they would count as the numbers 1 and 0."""
+    annotation = settings_type.model_fields[key].annotation
+    return bool in (annotation, *get_args(annotation))
 
 
 def _what_is_wrong(error: Exception) -> str:
@@ -130,10 +157,10 @@ def _what_is_wrong(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def file_keys(path: Path) -> set[str]:
-    """The top-level keys of a --config file, known or not."""
+def _file_values(path: Path) -> dict[str, Any]:
+    """The top-level keys of a --config file, known or not, and their values."""
     kind = TomlConfigSettingsSource if path.suffix == ".toml" else YamlConfigSettingsSource
-    return {str(key) for key in kind(ServiceSettings, path).init_kwargs}
+    return {str(key): value for key, value in kind(ServiceSettings, path).init_kwargs.items()}
 
 
 def _check_protobuf(settings_type: type[Settings]) -> None:
@@ -151,13 +178,12 @@ def _check_protobuf(settings_type: type[Settings]) -> None:
         )
 
 
-def _config_file(argv: list[str]) -> Path | None:
-    for i, arg in enumerate(argv):
-        if arg == "--config" and i + 1 < len(argv):
-            return Path(argv[i + 1])
-        if arg.startswith("--config="):
-            return Path(arg.removeprefix("--config="))
-    name = os.environ.get("PAGEMILL_CONFIG")
+def _config_file(settings_type: type[Settings], argv: list[str]) -> Path | None:
+    names = [argv[i + 1] for i, arg in enumerate(argv[:-1]) if arg == "--config"]
+    names += [arg.removeprefix("--config=") for arg in argv if arg.startswith("--config=")]
+    if len(names) > 1:
+        _refuse(settings_type, f"--config: one file, not {len(names)} ({', '.join(names)})")
+    name = names[0] if names else os.environ.get("PAGEMILL_CONFIG")
     return Path(name) if name else None
 
 

@@ -78,6 +78,15 @@ def refused(tmp_path: Path, name: str, content: bytes, capsys: pytest.CaptureFix
         ("a.yaml", b"max_seqs_num: 4\n", "no process has the option 'max_seqs_num'"),
         ("a.yaml", b"max-num-seqs: 4\n", "no process has the option 'max-num-seqs'; did you mean 'max_num_seqs'?"),
         ("a.toml", b"max_num_seq = 4\n", "no process has the option 'max_num_seq'; did you mean 'max_num_seqs'?"),
+        (
+            "a.yaml",
+            b"lease_ms: 4\nmax_num_seqs: 1\n'lease_ms': 5\n",
+            "line 3, column 1: 'lease_ms' is in line 1 already",
+        ),
+        ("a.toml", b"lease_ms = 4\nlease_ms = 5\n", "Cannot overwrite a value (at "),
+        ("a.yaml", b"max_num_seqs: true\n", "max_num_seqs: got true; "),
+        ("a.toml", b"watermark = false\n", "watermark: got false; "),
+        ("a.yaml", b"host_cache: off\n", "host_cache: got false; yes, no, on and off are words only in quotes"),
         ("a.yaml", b"1: 4\n", "expected one `option: value` a line"),
     ],
 )
@@ -95,6 +104,25 @@ def test_file_for_all_processes_serves_each(tmp_path: Path, kind: type[ServiceSe
     settings = load(kind, argv)
     assert settings.log_level == "debug"
     assert getattr(settings, "max_num_seqs", 4) == 4
+
+
+def test_options_that_are_yes_or_no_may_be_so_in_a_file(tmp_path: Path) -> None:
+    for name, content in (("a.yaml", "prefix_cache: off\nhost_cache: 'off'\n"), ("a.toml", "prefix_cache = false\n")):
+        (tmp_path / name).write_text(content)
+        assert load(SchedulerSettings, ["--config", str(tmp_path / name)]).prefix_cache is False
+
+
+@pytest.mark.parametrize("forms", [("--config={}", "--config={}"), ("--config {}", "--config={}")])
+def test_a_second_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], forms: tuple[str, str]) -> None:
+    files = [tmp_path / name for name in ("a.yaml", "b.yaml")]
+    for file in files:
+        file.write_text("")
+    argv = [word for form, file in zip(forms, files, strict=True) for word in form.format(file).split()]
+    with pytest.raises(SystemExit) as caught:
+        load(SchedulerSettings, argv)
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"pagemill scheduler: --config: one file, not 2 ({', '.join(sorted(map(str, files)))})"
 
 
 def test_empty_file_says_nothing(tmp_path: Path) -> None:
