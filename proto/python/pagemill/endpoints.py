@@ -40,9 +40,15 @@ class Endpoint:
 
 
 def default_endpoint(socket_name: str) -> str:
-    """The ipc endpoint of this user for `GATEWAYS_SOCKET` or `EXECUTORS_SOCKET`."""
+    """The ipc endpoint of this user for `GATEWAYS_SOCKET` or `EXECUTORS_SOCKET`.
+
+    In the runtime directory, where there is one: the variable alone outlives it in containers and under sudo.
+    """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    directory = Path(runtime) / "pagemill" if runtime else Path(f"/tmp/pagemill-{os.getuid()}")  # noqa: S108 (0700, owner checked)
+    if runtime and Path(runtime).is_dir():
+        directory = Path(runtime) / "pagemill"
+    else:
+        directory = Path(f"/tmp/pagemill-{os.getuid()}")  # noqa: S108 (0700, owner checked)
     return f"ipc://{directory / socket_name}"
 
 
@@ -155,7 +161,7 @@ class IpcClaim:
 
 def _make_private(directory: Path) -> None:
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)  # not its parents: a typo must not leave directories behind
         facts = directory.stat()
     except OSError as error:
         raise EndpointError(f"directory {directory} for ipc sockets: {error.strerror}") from error

@@ -76,9 +76,13 @@ def test_longest_path_is_allowed() -> None:
     assert endpoints.parse("ipc:///" + "x" * 106).path is not None
 
 
-def test_default_follows_the_runtime_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
-    assert endpoints.default_endpoint("a.sock") == "ipc:///run/user/7/pagemill/a.sock"
+def test_default_follows_the_runtime_directory_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert endpoints.default_endpoint("a.sock") == f"ipc://{tmp_path}/pagemill/a.sock"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "gone"))
+    assert endpoints.default_endpoint("a.sock") == f"ipc:///tmp/pagemill-{os.getuid()}/a.sock"
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     assert endpoints.default_endpoint("a.sock") == f"ipc:///tmp/pagemill-{os.getuid()}/a.sock"
 
@@ -87,6 +91,12 @@ def test_directory_is_made_private(socket_dir: Path) -> None:
     claim = IpcClaim(socket_dir / "new" / "a.sock")
     assert (socket_dir / "new").stat().st_mode & 0o777 == 0o700
     claim.release()
+
+
+def test_a_typo_leaves_no_directories_behind(socket_dir: Path) -> None:
+    with pytest.raises(EndpointError, match=r"/tpyo/pagemill for ipc sockets: No such file or directory$"):
+        IpcClaim(socket_dir / "tpyo" / "pagemill" / "a.sock")
+    assert not (socket_dir / "tpyo").exists()
 
 
 def test_directory_others_may_write_to_is_refused(socket_dir: Path) -> None:
