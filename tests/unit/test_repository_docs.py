@@ -77,3 +77,17 @@ def test_metrics_table_names_what_the_processes_publish() -> None:
     missing = {name for name in names if f"{name.removesuffix('_total')}" not in source}
     assert len(names) > 25
     assert not missing
+
+
+PAGES = sorted(
+    p for folder in ROOT.iterdir() if folder.is_dir() and folder.name[0] != "." for p in folder.rglob("*.md")
+)
+
+
+@pytest.mark.parametrize("page", [*sorted(ROOT.glob("*.md")), *PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_that_want_the_environment_come_after_the_word_how_to_activate_it(page: Path) -> None:
+    before, wants = "", re.compile(r"^(?:\w+=\S+ )*(?:python|pip|pagemill|buf|pytest|ruff|mypy)\b", flags=re.MULTILINE)
+    for number, part in enumerate(page.read_text().split("```")):
+        if number % 2 and part.startswith("sh\n") and wants.search(part):
+            assert "source .venv/bin/activate" in before, part
+        before += part
