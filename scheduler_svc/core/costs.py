@@ -30,6 +30,11 @@ class BlockCosts:
         """Whether a block is had sooner from the host tier than by computing its tokens again."""
         return self.swap_in_s < self.recompute_s
 
+    @property
+    def are_known(self) -> bool:
+        """Whether all rates are."""
+        return max(self.recompute_s, self.swap_out_s, self.swap_in_s) < inf
+
 
 def block_costs(executor: ExecutorLimits) -> BlockCosts:
     """The costs on that executor."""

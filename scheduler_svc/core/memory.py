@@ -11,6 +11,7 @@ when the result or the copy that filled it has been reported.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence as Ids
 
 from cache_svc.blocks.pool import BlockPool
@@ -22,9 +23,10 @@ from scheduler_svc.core.prefix import PrefixIndex
 from scheduler_svc.core.sequence import Sequence, Stash
 
 KEPT_SHARE = 0.05
-"""Most of a step's time that copying evicted blocks to the host tier may take; what is beyond that is forgotten.
+"""Most of a step's time that copying kept blocks to the host tier may take; evicted ones beyond that are forgotten.
 
-They are copied when somebody takes them, so the batch that writes them waits for the copies.
+They are copied when somebody takes them, so the batch that writes them waits for the copies. Those of write-through
+stay where they are, and what is beyond the limit is copied in later plans.
 """
 
 
@@ -32,6 +34,7 @@ class KvMemory:
     """The pools, the prefix index and the copies of one executor."""
 
     __slots__ = (
+        "_behind",
         "_keeps_evicted",
         "_most_kept",
         "_residency",
@@ -50,6 +53,8 @@ class KvMemory:
         self.now = 0.0
         """Seconds, of the verb that is at work; only the sampler of residency looks at it."""
         self._residency = residency
+        self._behind: OrderedDict[bytes, None] = OrderedDict()
+        """Keys on the device that write-through has had no time or room to copy, oldest first."""
         self.prefix = PrefixIndex(
             self.device, None, limits.block_size, (limits.model_fingerprint, limits.kv_dtype), is_on=limits.prefix_cache
         )
@@ -57,11 +62,21 @@ class KvMemory:
 
     def reprice(self, limits: StepLimits) -> None:
         """Decides by `limits.costs` whether blocks are kept in the host tier, how many a plan, and looked up there."""
-        is_kept = self.host is not None and limits.prefix_cache and limits.costs.does_swap_in_pay
+        costs = limits.costs
+        is_kept = self.host is not None and limits.prefix_cache and costs.does_swap_in_pay
         self._most_kept = limits.num_blocks_in(KEPT_SHARE) if is_kept else 0
         self._keeps_evicted = is_kept and limits.host_cache is HostCache.ON_EVICT
-        self._writes_through = is_kept and limits.host_cache is HostCache.WRITE_THROUGH
+        self._writes_through = is_kept and limits.host_cache is HostCache.WRITE_THROUGH and costs.are_known
+        if self._writes_through:
+            self._most_kept = max(1, self._most_kept)  # or it would never catch up
         self.prefix.host = self.host if is_kept and limits.host_cache is not HostCache.OFF else None
+        if not self._writes_through:
+            self._behind.clear()
+
+    @property
+    def num_behind(self) -> int:
+        """Blocks that write-through has still to copy."""
+        return len(self._behind)
 
     def allocate(self, num_blocks: int, *, reserved: bool = False) -> list[int] | None:
         """As `BlockPool.allocate` on the device; content that must go for it may move to the host tier."""
@@ -70,8 +85,9 @@ class KvMemory:
         for block_id, key in evicted:
             if self._residency is not None:
                 self._residency.evicted(block_id, self.now)
-            if self._keeps_evicted:
+            if self._keeps_evicted or key in self._behind:
                 self._keep(block_id, key)
+                self._behind.pop(key, None)
         return block_ids
 
     def publish(self, seq: Sequence, num_positions: int) -> None:
@@ -79,8 +95,22 @@ class KvMemory:
         for block_id, key in self.prefix.publish(seq, num_positions):
             if self._residency is not None:
                 self._residency.published(block_id, self.now)
-            if self._writes_through:
-                self._keep(block_id, key)
+            if self._writes_through and not self._keep(block_id, key):
+                self._behind[key] = None
+
+    def catch_up(self) -> None:
+        """Queues copies that write-through owes, as far as the next plan has time left; to be called before it closes.
+
+        Last of all in a plan, so that nobody has to do without a block that is being copied.
+        """
+        while self._behind:
+            key = next(iter(self._behind))
+            block_id = self.device.lookup(key)
+            assert block_id is not None, "who loses its key is behind no more"
+            is_promised = self.device.num_cached_in([block_id]) > self.device.num_allocatable
+            if is_promised or not self._keep(block_id, key):
+                return
+            del self._behind[key]
 
     def use_again(self, block_ids: list[int]) -> None:
         """A sequence starts on blocks that are there."""
@@ -124,6 +154,7 @@ class KvMemory:
         """Forgets what is known under the keys in both tiers: something about the content is wrong."""
         for key in keys:
             self.copies.forget(key)
+            self._behind.pop(key, None)
             for pool in (self.device, self.host):
                 block_id = None if pool is None else pool.lookup(key)
                 if pool is not None and block_id is not None:
@@ -134,14 +165,20 @@ class KvMemory:
         if self._residency is not None:
             self._residency.flush_samples()
         self.copies.forget()
+        self._behind.clear()
         return self.device.flush() + (0 if self.host is None else self.host.flush())
 
-    def _keep(self, block_id: int, key: bytes) -> None:
+    def _keep(self, block_id: int, key: bytes) -> bool:
+        """Queues a copy to the host tier, unless that has the content; False if the plan has no time or it no room."""
         host, copies = self.host, self.copies
         assert host is not None
-        if len(copies.queued.swap_outs) >= self._most_kept or host.lookup(key) is not None:
-            return
+        if host.lookup(key) is not None:
+            return True
+        if len(copies.queued.swap_outs) >= self._most_kept:
+            return False
         host_ids = host.allocate(1)
-        if host_ids is not None:
-            copies.swap_out(block_id, host_ids[0], key)
-            host.release(host_ids)  # the copy's own reference holds it from here
+        if host_ids is None:
+            return False
+        copies.swap_out(block_id, host_ids[0], key)
+        host.release(host_ids)  # the copy's own reference holds it from here
+        return True

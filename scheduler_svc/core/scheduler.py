@@ -202,6 +202,7 @@ class Scheduler:
         if everyone_ran:
             admission.admit(plan, batch.num_tokens_left, now)
         batch.add_chunks(at_least=None)
+        running.memory.catch_up()
         if not batch.rows and not plan.admit and not _is_report_wanted(running):
             return None
         self._close(plan, batch, running)

@@ -201,6 +201,9 @@ class Driver:
         assert stats.blocks_free + stats.blocks_cached == stats.blocks_total
         if not self.config.prefix_cache:
             assert stats.blocks_cached == 0
+        running = self.scheduler._running
+        if running is not None:
+            assert not running.memory.num_behind, "write-through has not caught up"
         if self.executor is not None:
             assert stats.lanes_free == self.executor.limits.num_lanes
             assert not self.executor.lanes

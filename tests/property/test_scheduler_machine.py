@@ -5,6 +5,7 @@ Two machines: one keeps the pool under pressure, the other adds every kind of lo
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -162,6 +163,13 @@ class LossMachine(PressureMachine):
         step_id = driver.plans[-1].step_id - back - driver.scheduler.num_inflight_plans
         if step_id >= 1 and not any(result.step_id == step_id for result in driver.results):
             driver.apply_unexpected(step_id)
+
+    @rule(copies=st.sampled_from([0.0, 1e3, 1e6]), prefill=st.sampled_from([0.0, 100.0]))
+    def the_executor_turns_out_faster_or_slower(self, copies: float, prefill: float) -> None:
+        if (executor := self.driver.executor) is not None:
+            limits = replace(executor.limits, swap_out_bytes_per_s=copies, swap_in_bytes_per_s=copies)
+            self.driver.scheduler.update_rates(replace(limits, prefill_tokens_per_s=prefill))
+            self.driver.check()
 
     @rule(data=st.data(), kind=st.sampled_from(["fail", "detach", "attach", "detach and attach", "death"]))
     def lose_the_executor(self, data: st.DataObject, kind: str) -> None:

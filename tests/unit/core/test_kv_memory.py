@@ -9,8 +9,9 @@ import pytest
 from cache_svc.blocks.pool import BlockPool
 from scheduler_svc.core.copies import Copies
 from scheduler_svc.core.memory import KvMemory
-from scheduler_svc.core.params import HostCache
+from scheduler_svc.core.params import ExecutorLimits, HostCache
 from scheduler_svc.core.plan import StepPlan
+from scheduler_svc.core.sequence import Sequence
 from tests.unit.core.kv_samples import EXECUTOR, allocate, computed, copy, limits
 
 # Copies
@@ -154,3 +155,124 @@ def test_a_flush_empties_both_tiers() -> None:
     assert memory.stash(seq) is not None
     copy(memory, 1)
     assert memory.flush() == 4
+
+
+# What a plan has time for: with these rates 2 blocks
+TWO = replace(EXECUTOR, swap_out_bytes_per_s=3e4)
+NONE = replace(EXECUTOR, swap_out_bytes_per_s=1e3)
+
+
+@pytest.mark.parametrize("executor", [TWO, NONE])
+def test_evicted_blocks_that_a_plan_has_no_time_for_are_forgotten(executor: ExecutorLimits) -> None:
+    memory = KvMemory(limits(executor))
+    seq = computed(memory, 16)
+    memory.device.release([0, 1, 2, 3])
+    assert memory.allocate(16) is not None
+    copy(memory, 1)
+    assert memory.host is not None
+    found = [key for key in seq.prefix.keys if memory.host.lookup(key) is not None]
+    assert found == (seq.prefix.keys[2:] if executor is TWO else []), "the first two that were evicted: from the tail"
+    assert (memory.host.num_used, memory.device.num_used) == (0, 16)
+
+
+def test_what_the_host_tier_has_is_not_copied_again() -> None:
+    memory = KvMemory(limits())
+    computed(memory)
+    memory.device.release([0, 1])
+    first = allocate(memory.device, 14)
+    assert len(memory.allocate(2) or []) == 2
+    copy(memory, 1)
+    memory.device.release(first)
+    again = computed(memory)
+    memory.device.release(again.table.block_ids if again.table else [])
+    assert memory.allocate(14) is not None
+    assert memory.copies.is_idle
+
+
+def test_nothing_is_kept_where_the_host_tier_has_no_room() -> None:
+    memory = KvMemory(limits(replace(EXECUTOR, num_host_blocks=1)))
+    assert memory.host is not None
+    allocate(memory.host, 1)
+    computed(memory)
+    memory.device.release([0, 1])
+    assert memory.allocate(16) is not None
+    assert memory.copies.is_idle
+
+
+def write_through(executor: ExecutorLimits = TWO, num_positions: int = 28) -> tuple[KvMemory, Sequence]:
+    memory = KvMemory(limits(executor, host_cache=HostCache.WRITE_THROUGH))
+    return memory, computed(memory, num_positions)
+
+
+def test_write_through_copies_a_plan_s_worth_at_a_time_until_it_has_copied_everything() -> None:
+    memory, seq = write_through()
+    memory.catch_up()
+    plans: list[StepPlan] = []
+    while memory.copies.queued:
+        plans.append(copy(memory, len(plans) + 1))
+        memory.catch_up()
+    assert [plan.swap_out_src for plan in plans] == [[0, 1], [2, 3], [4, 5], [6]]
+    assert memory.host is not None
+    assert all(memory.host.lookup(key) is not None for key in seq.prefix.keys)
+    assert memory.num_behind == 0
+
+
+def test_write_through_copies_one_block_a_plan_where_that_takes_longer_than_it_should() -> None:
+    memory, _ = write_through(NONE, 8)
+    assert len(copy(memory, 1).swap_out_src) == 1
+    memory.catch_up()
+    assert len(copy(memory, 2).swap_out_src) == 1
+
+
+@pytest.mark.parametrize("rate", ["prefill_tokens_per_s", "swap_out_bytes_per_s"])
+def test_write_through_copies_nothing_where_a_rate_is_unknown(rate: str) -> None:
+    memory, _ = write_through(replace(TWO, **{rate: 0.0}))  # type: ignore[arg-type]
+    memory.catch_up()
+    assert memory.copies.is_idle
+    assert memory.num_behind == 0
+
+
+def test_write_through_copies_what_is_evicted_before_its_turn_while_there_is_time() -> None:
+    memory, seq = write_through(num_positions=16)
+    copy(memory, 1)
+    memory.device.release([0, 1, 2, 3])
+    assert memory.allocate(16) is not None
+    assert memory.copies.queued.swap_outs == [(3, 2, seq.prefix.keys[3]), (2, 3, seq.prefix.keys[2])]
+    assert memory.num_behind == 0
+
+
+def test_write_through_goes_on_when_the_host_tier_has_room_again() -> None:
+    memory, _ = write_through(replace(TWO, num_host_blocks=2))
+    assert memory.host is not None
+    copy(memory, 1)
+    taken = allocate(memory.host, 2)
+    memory.catch_up()
+    assert not memory.copies.queued
+    memory.host.release(taken)
+    memory.catch_up()
+    assert len(memory.copies.queued.swap_outs) == 2
+
+
+def test_write_through_takes_no_block_that_is_promised() -> None:
+    memory, _ = write_through(num_positions=16)
+    copy(memory, 1)
+    memory.device.release([0, 1, 2, 3])
+    assert memory.device.reserve(15)
+    memory.catch_up()
+    assert memory.copies.queued.swap_outs[0][0] == 2
+    assert len(memory.copies.queued.swap_outs) == 1, "of 16 blocks 15 are promised"
+
+
+@pytest.mark.parametrize("how", ["flush", "distrust", "reprice"])
+def test_what_is_forgotten_is_not_copied_later(how: str) -> None:
+    memory, seq = write_through()
+    if how == "flush":
+        memory.flush()
+    elif how == "distrust":
+        memory.distrust(seq.prefix.keys[2:])
+    else:
+        memory.reprice(limits(replace(TWO, swap_in_bytes_per_s=1.0), host_cache=HostCache.WRITE_THROUGH))
+    copy(memory, 1)
+    memory.catch_up()
+    assert not memory.copies.queued
+    assert memory.num_behind == 0

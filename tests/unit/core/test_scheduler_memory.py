@@ -321,3 +321,17 @@ def test_who_comes_between_two_chunks_waits_for_the_next_one() -> None:
     submit(scheduler, 2, list(range(33)), 1, priority=1)  # so it has its turn before the next chunk is planned
     assert finish(scheduler)[2].num_cached_tokens == 32
     assert scheduler.stats().prefill_tokens_total == 33
+
+
+def test_write_through_copies_everything_in_the_end_when_nobody_asks_for_more() -> None:
+    scheduler = attached(replace(EXECUTOR, swap_out_bytes_per_s=1e5), host_cache=HostCache.WRITE_THROUGH)
+    submit(scheduler, 1, list(range(40)), 1)
+    finish(scheduler)
+    num_plans = 0
+    while scheduler.stats().host_blocks_cached < 10:
+        plan, _ = step(scheduler)
+        assert (len(plan.swap_out_src), plan.num_rows) == (1, 0)
+        num_plans += 1
+    assert num_plans > 5
+    assert scheduler.schedule(0.0) is None
+    assert scheduler.stats().blocks_cached == 10
