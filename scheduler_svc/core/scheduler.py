@@ -151,6 +151,7 @@ class Scheduler:
             # The order of the queue counts what is left to compute; what is cached may change until it starts.
             seq.service = max(1, seq.service - self._running.memory.prefix.num_hit_tokens(seq))
         self._sequences[seq.seq_id] = seq
+        self._suspects.submitted(seq, now)
         self._waiting.push(seq)
         self._counters.submitted += 1
         reason = seq.end_reason()
@@ -357,6 +358,7 @@ class Scheduler:
         seq.finish(reason)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._lengths.finished(seq.num_output_tokens, at_limit=reason is FinishReason.LENGTH)
+        self._suspects.ended(seq, reason, now)
         del self._sequences[seq.seq_id]
         self._counters.finished += 1
         started = now if seq.first_run is None else seq.first_run
