@@ -7,9 +7,7 @@ lease, says goodbye, or starts a newer epoch) → hello again. Weights stay; lan
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -27,6 +25,7 @@ from pagemill.engine.v1 import executor_pb2 as pb
 from pagemill.framing import PROTOCOL, Channel
 from pagemill.links import PeerLink, SendOutcome
 from pagemill.logs import kv
+from pagemill.wake import WakePipe
 from pagemill.zmq_links import Waiter
 
 log = logging.getLogger(__name__)
@@ -92,11 +91,9 @@ class Worker:
         self._options = options or WorkerOptions()
         self._clock = clock
         self._channel = Channel(pb.ExecutorEnvelope)
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
+        self._wake = WakePipe()
         self._compute = compute or ComputeThread()
-        self._compute.attach(executor, self._wake)
+        self._compute.attach(executor, self._wake.set)
         self._session: _Session | None = None
         self._outbox: deque[bytes] = deque()
         self._next_hello = 0.0
@@ -114,12 +111,12 @@ class Worker:
         """Finish the running step, take leave, return from `run`."""
         self._stopping = True
         self._compute.begin(0)  # at once: a plan that waits must not start because the loop comes to it late
-        self._wake()
+        self._wake.set()
 
     def run(self) -> Exit:
         """Serve until stopped, refused or broken."""
         self._compute.start()
-        waiter = Waiter([self._link], [self._wake_read])
+        waiter = Waiter([self._link], [self._wake.fd])
         while self._exit is None:
             busy = self._receive()
             busy |= self._collect()
@@ -129,16 +126,8 @@ class Worker:
             self._check_end()
             if not busy and self._exit is None:
                 waiter.wait(self._sleep_s(now))
-                self._drain_wake()
+                self._wake.clear()
         return self._close()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: the loop wakes anyway; closed: there is no loop any more
-            os.write(self._wake_write, b"x")
-
-    def _drain_wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._wake_read, 4096)
 
     def _sleep_s(self, now: float) -> float:
         if self._outbox:
@@ -165,7 +154,7 @@ class Worker:
         if self._compute.alive:
             self._compute.stop(timeout_s=_LINGER_S)
         self._link.close(_LINGER_S)
-        os.close(self._wake_read)
+        self._wake.close()
         return exit_
 
     # Out

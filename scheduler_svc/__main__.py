@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
@@ -14,6 +13,7 @@ from pagemill.endpoints import EndpointError
 from pagemill.logs import kv
 from pagemill.processes import age_s
 from pagemill.settings import load
+from pagemill.wake import WakePipe
 from pagemill.zmq_links import EXECUTOR_BOUND, GATEWAY_BOUND, Waiter, ZmqHub
 from scheduler_svc import metrics
 from scheduler_svc.config import SchedulerSettings
@@ -23,21 +23,6 @@ log = logging.getLogger("scheduler_svc")
 
 LAST_WORD_S = 1.0
 """Time for the last frames to leave when the process ends."""
-
-
-class SignalPipe:
-    """Makes signals wake a poll: a descriptor that is readable after one. Use it in the main thread."""
-
-    def __init__(self) -> None:
-        self.fd, self._write_fd = os.pipe()
-        os.set_blocking(self.fd, False)
-        os.set_blocking(self._write_fd, False)
-        signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-
-    def drain(self) -> None:
-        """Make it unreadable again."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.fd, 4096)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -75,12 +60,13 @@ def _close(hubs: list[ZmqHub], linger_s: float) -> None:
 
 
 def _run(settings: SchedulerSettings, gateway_hub: ZmqHub, executor_hub: ZmqHub) -> int:
-    pipe = SignalPipe()
-    waiter = Waiter([gateway_hub, executor_hub], [pipe.fd])
+    wake = WakePipe()
+    wake.set_by_signals()
+    waiter = Waiter([gateway_hub, executor_hub], [wake.fd])
 
     def wait(timeout_s: float) -> bool:
         found = waiter.wait(timeout_s)
-        pipe.drain()
+        wake.clear()
         return found
 
     engine = Engine(

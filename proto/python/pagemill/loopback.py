@@ -2,34 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 import time
 from collections import deque
 
 from pagemill.links import PeerId, SendOutcome
-
-
-class _Wakeup:
-    """A self-pipe that polls readable while a queue may hold something."""
-
-    def __init__(self) -> None:
-        self.read_fd, self._write_fd = os.pipe()
-        os.set_blocking(self.read_fd, False)
-        os.set_blocking(self._write_fd, False)
-
-    def set(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # full pipe: it is readable already
-            os.write(self._write_fd, b"x")
-
-    def clear(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.read_fd, 65536)
-
-    def close(self) -> None:
-        os.close(self.read_fd)
-        os.close(self._write_fd)
+from pagemill.wake import WakePipe
 
 
 class LoopbackHub:
@@ -41,7 +19,7 @@ class LoopbackHub:
         self._lock = threading.Condition()
         self._inbox: deque[tuple[PeerId, bytes]] = deque()
         self._peers: dict[PeerId, LoopbackPeer] = {}
-        self._wakeup = _Wakeup()
+        self._wakeup = WakePipe()
 
     def connect(self, peer: PeerId) -> LoopbackPeer:
         """A new link for `peer`; an earlier one of the same identity is cut off (HANDOVER)."""
@@ -73,7 +51,7 @@ class LoopbackHub:
 
     def fileno(self) -> int:
         """As `HubLink.fileno`."""
-        return self._wakeup.read_fd
+        return self._wakeup.fd
 
     def close(self, linger_s: float = 0.0) -> None:
         """As `HubLink.close`."""
@@ -87,7 +65,7 @@ class LoopbackPeer:
         self._hub = hub
         self._peer = peer
         self._inbox: deque[bytes] = deque()
-        self._wakeup = _Wakeup()
+        self._wakeup = WakePipe()
 
     def send(self, frame: bytes) -> SendOutcome:
         """As `PeerLink.send`."""
@@ -115,7 +93,7 @@ class LoopbackPeer:
 
     def fileno(self) -> int:
         """As `PeerLink.fileno`."""
-        return self._wakeup.read_fd
+        return self._wakeup.fd
 
     def close(self, linger_s: float = 0.0) -> None:
         """As `PeerLink.close`; the hub then finds the peer gone."""
