@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from executor_svc.codec import Int32s
 from executor_svc.lanes import Int64s, LaneMirror
+from executor_svc.plans import Int32s
 
 
 @dataclass(slots=True)

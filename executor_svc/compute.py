@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from executor_svc.codec import DecodedPlan, PlanError, StepOutcome
+from executor_svc.plans import DecodedPlan, PlanError, StepOutcome
 from executor_svc.step import StepExecutor
 
 T = TypeVar("T")

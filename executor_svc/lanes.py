@@ -18,7 +18,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from executor_svc.codec import AdmitOp, DecodedPlan, Int32s, LaneSampling
+from executor_svc.plans import AdmitOp, DecodedPlan, Int32s, LaneSampling
 from pagemill.logs import kv
 
 log = logging.getLogger(__name__)

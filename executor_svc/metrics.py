@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
-from executor_svc.codec import StepOutcome
 from executor_svc.kv.copy_engine import CopyReport
+from executor_svc.plans import StepOutcome
 from pagemill.engine.v1 import executor_pb2 as pb
 from pagemill.framing import Drop
 

@@ -1,4 +1,4 @@
-"""Which plans of a session are new, known or missing. Pure: no link, no clock.
+"""A session with a scheduler, and which of its plans are new, known or missing. Pure: no link, no clock.
 
 Plans carry consecutive step ids. A duplicate gets its stored result again (the last `NUM_STORED` are kept), a gap is
 answered with a Nack, and whatever is older than that is dropped.
@@ -6,8 +6,12 @@ answered with a Nack, and whatever is older than that is dropped.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
+
+from executor_svc.plans import DecodedPlan
 from pagemill.engine.v1 import executor_pb2 as pb
 
 NUM_STORED = 4
@@ -70,3 +74,22 @@ class PlanWindow:
     def stored(self, step_id: int) -> pb.StepResult:
         """The stored result. KeyError unless `judge` says REPEAT."""
         return self._stored[step_id]
+
+
+@dataclass(slots=True)
+class Session:
+    """One accepted hello."""
+
+    epoch: int
+    lease_s: float
+    window: PlanWindow
+    max_queued: int
+    """Plans that may wait for the compute thread."""
+    _last_num_rows: int = 0
+
+    def size_of(self, plan: DecodedPlan) -> tuple[int, int]:
+        """Rows and tokens of the next plan; a repeated batch has the rows of the one before."""
+        num_rows = self._last_num_rows if plan.repeat_decode else plan.row_lanes.size
+        self._last_num_rows = num_rows
+        counts = plan.row_num_tokens
+        return num_rows, num_rows if counts is None else int(counts.sum(dtype=np.int64))

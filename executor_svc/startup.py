@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 
 from executor_svc.batch import Batch, ModelRunner
-from executor_svc.codec import PlanLimits
 from executor_svc.config import ExecutorSettings
 from executor_svc.kv.copy_engine import CopyEngine
 from executor_svc.kv.copy_thread import cpu_copies
@@ -30,6 +29,7 @@ from executor_svc.memory import (
     size_host_pool,
     size_pool,
 )
+from executor_svc.plans import PlanLimits
 from executor_svc.step import StepExecutor
 from pagemill.engine.v1 import executor_pb2 as pb
 from pagemill.framing import PROTOCOL

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from executor_svc.batch import ModelRunner, build_batch
-from executor_svc.codec import NO_TOKEN, DecodedPlan, Int32s, PlanError, StepOutcome
 from executor_svc.kv.checksums import BlockChecksums
 from executor_svc.kv.copy_engine import CopyEngine, CopyError
 from executor_svc.lanes import Int64s, LaneMirror
+from executor_svc.plans import NO_TOKEN, DecodedPlan, Int32s, PlanError, StepOutcome
 from executor_svc.sampling import NumericalError, Sampler, SamplingParams, argmax_rows
 from pagemill.engine.v1 import executor_pb2 as pb
 from pagemill.logs import kv

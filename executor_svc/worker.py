@@ -14,12 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-import numpy as np
-
-from executor_svc.codec import DecodedPlan, PlanError, PlanLimits, decode_plan, encode_result
+from executor_svc.codec import decode_plan, encode_result
 from executor_svc.compute import ComputeThread, Work
 from executor_svc.metrics import ExecutorMetrics
-from executor_svc.session import PlanWindow, Verdict
+from executor_svc.plans import PlanError, PlanLimits
+from executor_svc.session import PlanWindow, Session, Verdict
 from executor_svc.step import StepExecutor
 from pagemill.engine.v1 import executor_pb2 as pb
 from pagemill.framing import PROTOCOL, Channel
@@ -57,18 +56,6 @@ class WorkerOptions:
     exit_after_reject: bool = True
 
 
-@dataclass(slots=True)
-class _Session:
-    """One accepted hello."""
-
-    epoch: int
-    lease_s: float
-    window: PlanWindow
-    max_queued: int
-    last_lanes: int = 0
-    """Rows of the last plan, for the numbers of repeated batches."""
-
-
 class Worker:
     """Runs until stopped or refused. `stop` may be called from a signal handler or another thread."""
 
@@ -94,7 +81,7 @@ class Worker:
         self._wake = WakePipe()
         self._compute = compute or ComputeThread()
         self._compute.attach(executor, self._wake.set)
-        self._session: _Session | None = None
+        self._session: Session | None = None
         self._outbox: deque[bytes] = deque()
         self._next_hello = 0.0
         self._next_heartbeat = 0.0
@@ -272,7 +259,7 @@ class Worker:
         self._outbox.clear()
         depth = min(max(1, start.pipeline_depth), _MAX_PIPELINE)
         lease_s = start.lease_ms / 1000 if start.lease_ms else self._options.lease_s
-        self._session = _Session(envelope.epoch, lease_s, PlanWindow(start.first_step_id), depth + _SPARE_PLANS)
+        self._session = Session(envelope.epoch, lease_s, PlanWindow(start.first_step_id), depth + _SPARE_PLANS)
         self._compute.begin(envelope.epoch)
         self._last_heard = now
         self._next_heartbeat = now
@@ -288,7 +275,7 @@ class Worker:
             self._exit = Exit.FAILED
         self._next_hello = now + _REJECT_RETRY_S
 
-    def _plan(self, session: _Session, plan: pb.StepPlan, now: float) -> None:
+    def _plan(self, session: Session, plan: pb.StepPlan, now: float) -> None:
         window = session.window
         verdict = window.judge(plan.step_id)
         if verdict is Verdict.RUN and self._compute.num_queued < session.max_queued:
@@ -302,14 +289,9 @@ class Worker:
             if verdict is Verdict.REPEAT:
                 self._post(result=window.stored(plan.step_id))
 
-    def _work(self, session: _Session, plan: pb.StepPlan, now: float) -> Work:
-        decoded: DecodedPlan | PlanError
+    def _work(self, session: Session, plan: pb.StepPlan, now: float) -> Work:
         try:
             decoded = decode_plan(plan, self._limits)
         except PlanError as error:
             return Work(session.epoch, plan.step_id, error, now)
-        num_rows = session.last_lanes if decoded.repeat_decode else decoded.row_lanes.size
-        session.last_lanes = num_rows
-        columns = decoded.row_num_tokens
-        num_tokens = num_rows if columns is None else int(columns.sum(dtype=np.int64))
-        return Work(session.epoch, plan.step_id, decoded, now, num_rows, num_tokens)
+        return Work(session.epoch, plan.step_id, decoded, now, *session.size_of(decoded))

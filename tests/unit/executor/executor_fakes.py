@@ -15,11 +15,12 @@ import torch
 from numpy.typing import NDArray
 
 from executor_svc.batch import Batch
-from executor_svc.codec import PlanLimits, StepOutcome, decode_plan
+from executor_svc.codec import decode_plan
 from executor_svc.kv.copy_engine import CopyEngine
 from executor_svc.kv.copy_thread import cpu_copies
 from executor_svc.kv.host import HostPool
 from executor_svc.lanes import LaneMirror
+from executor_svc.plans import PlanLimits, StepOutcome
 from executor_svc.step import StepExecutor
 from pagemill.engine.v1 import executor_pb2 as pb
 from pagemill.engine.v1.sampling_pb2 import Sampling

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from executor_svc.codec import PlanLimits, decode_plan
+from executor_svc.codec import decode_plan
 from executor_svc.lanes import LaneMirror, LaneState
+from executor_svc.plans import PlanLimits
 from pagemill.engine.v1 import executor_pb2 as pb
 from tests.unit.executor.executor_fakes import VOCAB, admit, column
 

@@ -6,8 +6,9 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from executor_svc.codec import DecodedPlan, PlanError, StepOutcome, decode_plan, encode_result
+from executor_svc.codec import decode_plan, encode_result
 from executor_svc.lanes import LaneState
+from executor_svc.plans import DecodedPlan, PlanError, StepOutcome
 from pagemill.engine.v1 import executor_pb2 as pb
 from pagemill.engine.v1.sampling_pb2 import Sampling
 from tests.unit.executor.executor_fakes import VOCAB, Bench, admit, column, greedy_continuation

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from executor_svc.batch import build_batch
-from executor_svc.codec import Int32s, PlanLimits, decode_plan
+from executor_svc.codec import decode_plan
 from executor_svc.lanes import Int64s, LaneMirror, LaneState
+from executor_svc.plans import Int32s, PlanLimits
 from pagemill.engine.v1 import executor_pb2 as pb
 from tests.unit.executor.executor_fakes import VOCAB, admit, column
 

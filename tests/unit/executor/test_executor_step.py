@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from executor_svc.codec import PlanError, decode_plan, encode_result
+from executor_svc.codec import decode_plan, encode_result
+from executor_svc.plans import PlanError
 from pagemill.engine.v1 import executor_pb2 as pb
 from pagemill.engine.v1.sampling_pb2 import Sampling
 from tests.unit.executor.executor_fakes import (

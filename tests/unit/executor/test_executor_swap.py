@@ -14,12 +14,13 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from executor_svc.codec import PlanError, StepOutcome, decode_plan, encode_result
+from executor_svc.codec import decode_plan, encode_result
 from executor_svc.config import ExecutorSettings
 from executor_svc.kv.copy_engine import CopyEngine, CopyOp
 from executor_svc.kv.copy_thread import CopyThread
 from executor_svc.memory import DoesNotFitError
 from executor_svc.metrics import ExecutorMetrics
+from executor_svc.plans import PlanError, StepOutcome
 from executor_svc.runner import PagedRunner, load
 from executor_svc.startup import WrongOptionError, prepare
 from executor_svc.worker import Exit
