@@ -19,10 +19,6 @@ from scheduler_svc.core.sequence import Sequence
 MAX_NEW_KEYS = 1024
 """Keys made for one sequence in one lookup (about a millisecond); a longer match goes on in the next plan."""
 
-MAX_KEYS_AT_SUBMIT = 64
-"""Keys made when a sequence is queued, for many are queued between two plans; what is cached beyond them does not count
-towards its place in the queue."""
-
 
 @dataclass(slots=True)
 class Match:
@@ -34,12 +30,14 @@ class Match:
     """For each None, in order."""
     should_wait: bool = False
     """Whether the block behind them is being computed by another sequence, or is not looked up yet."""
+    is_cut: bool = False
+    """Whether it is not looked up yet, because that takes more new keys than were allowed."""
 
 
 class PrefixIndex:
     """Keys of one executor's blocks. `is_on` false: nothing is ever found or published."""
 
-    __slots__ = ("_block_size", "_device", "_expected", "_identity", "_made_for", "host", "is_on")
+    __slots__ = ("_device", "_expected", "_identity", "_made_for", "block_size", "host", "is_on")
 
     def __init__(
         self, device: BlockPool, host: BlockPool | None, block_size: int, identity: tuple[str, str], *, is_on: bool
@@ -47,7 +45,7 @@ class PrefixIndex:
         self._device = device
         self.host = host
         """The tier that is looked into where the device has nothing, if any."""
-        self._block_size = block_size
+        self.block_size = block_size
         self._identity = identity
         """Model fingerprint and type of keys and values."""
         self._made_for = (*identity, block_size)
@@ -62,7 +60,7 @@ class PrefixIndex:
         index = seq.prefix.stopped_at
         if index is None:
             return False
-        most = (len(seq.token_ids) - 1) // self._block_size
+        most = (len(seq.token_ids) - 1) // self.block_size
         while index < most:
             key = self._key(seq, index)
             if self._expected.get(key, seq) is not seq:
@@ -79,13 +77,13 @@ class PrefixIndex:
         found = Match()
         if not self.is_on or not seq.spec.reads_prefix_cache:
             return found
-        num_blocks = (len(seq.token_ids) - 1) // self._block_size
+        num_blocks = (len(seq.token_ids) - 1) // self.block_size
         most_keys = len(self._keys(seq)) + max_new_keys
         seq.prefix.stopped_at = None
         lookup, host = self._device.lookup, self.host
         for index in range(num_blocks):
             if index >= most_keys:
-                found.should_wait = True
+                found.should_wait = found.is_cut = True
                 break
             key = self._key(seq, index)
             block_id = lookup(key)
@@ -99,15 +97,11 @@ class PrefixIndex:
                 found.host_ids.append(host_id)
         return found
 
-    def num_hit_tokens(self, seq: Sequence) -> int:
-        """Leading tokens that need no computing now, as far as a quick look finds them."""
-        return len(self.match(seq, MAX_KEYS_AT_SUBMIT).device_ids) * self._block_size
-
     def expect(self, seq: Sequence, num_positions: int) -> None:
         """The sequence is about to compute its full blocks up to there."""
         if not self.is_on:
             return
-        num_blocks = min(num_positions, seq.prefill_len) // self._block_size
+        num_blocks = min(num_positions, seq.prefill_len) // self.block_size
         for index in range(max(seq.prefix.num_expected, seq.prefix.num_published), num_blocks):
             self._expected.setdefault(self._key(seq, index), seq)
         seq.prefix.num_expected = max(seq.prefix.num_expected, num_blocks)
@@ -117,18 +111,18 @@ class PrefixIndex:
 
         Returns block and key of those that are new.
         """
-        if not self.is_on or num_positions // self._block_size <= seq.prefix.num_published:
+        if not self.is_on or num_positions // self.block_size <= seq.prefix.num_published:
             return []
         assert seq.table is not None
         new = []
-        for index in range(seq.prefix.num_published, num_positions // self._block_size):
+        for index in range(seq.prefix.num_published, num_positions // self.block_size):
             key = self._key(seq, index)
             if self._expected.get(key) is seq:
                 del self._expected[key]
             block_id = seq.table.block_ids[index]
             if self._device.key_of(block_id) is None and self._device.publish(block_id, key):
                 new.append((block_id, key))
-        seq.prefix.num_published = num_positions // self._block_size
+        seq.prefix.num_published = num_positions // self.block_size
         return new
 
     def leave(self, seq: Sequence) -> None:
@@ -153,5 +147,5 @@ class PrefixIndex:
         keys = self._keys(seq)
         if index >= len(keys):
             root = keys[0] if keys else root_key(*self._identity, seq.spec.cache_salt, seq.spec.adapter)
-            extend_chain(keys, root, seq.token_ids, self._block_size, index + 1)
+            extend_chain(keys, root, seq.token_ids, self.block_size, index + 1)
         return keys[index]

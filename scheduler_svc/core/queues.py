@@ -1,162 +1,22 @@
-"""In which order waiting sequences are considered. One seam, `QueueOrder`; three policies behind it.
+"""In which order waiting sequences are considered. Three policies:
 
 fcfs            first come, first served; priorities are ignored
 priority        strict priority classes, first come first served within one
-length-aware    strict priority classes; within one the highest response ratio (wait + service) / service, where the
-                service is the number of tokens that must be computed first
+length-aware    strict priority classes; within one the highest response ratio
 
-Under each of them, sequences that are `in_front` (preempted, or passed over too often) go before all others of their
-priority, in the order in which they came there: preempted first, resumed first.
-
-The response ratio prefers short prompts while everyone has waited little, and ages: a long prompt's ratio grows as
-long as it waits. (A constant number of seconds per token multiplies every ratio's distance from 1 alike, so the order
-needs none.) Two things bound it. Sequences of similar length share a bucket (powers of two) and are served in order of
-arrival within it, so a pick looks at one head per bucket whatever the queue's length. And under sustained overload by
-short prompts, whose own waits then grow, ratios alone would starve a long one; so every `OLDEST_TURN`-th admission of
-a class goes to its oldest sequence.
+`queue_orders` has the orders within a class. Under each policy, sequences that are `in_front` (preempted, or passed
+over too often) go before all others of their priority, in the order in which they came there: preempted first,
+resumed first.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import Protocol
 
 from scheduler_svc.core.params import QueuePolicy
+from scheduler_svc.core.queue_orders import Fifo, QueueOrder, ResponseRatio
 from scheduler_svc.core.sequence import Sequence
-
-OLDEST_TURN = 8
-"""One admission in this many goes to the oldest: an eighth of the throughput is the price of no starvation."""
-_FIRST_BUCKET_BITS = 4
-"""Prompts below 16 tokens are equally short."""
-
-
-class QueueOrder(Protocol):
-    """An ordered set of waiting sequences."""
-
-    def __len__(self) -> int:
-        """Number of sequences."""
-        ...
-
-    def push(self, seq: Sequence) -> None:
-        """A sequence joins: behind its peers, or before them all if it is `in_front`."""
-        ...
-
-    def pop(self, now: float) -> Sequence | None:
-        """Takes out the one to consider next; None when empty."""
-        ...
-
-    def put_back(self, seq: Sequence) -> None:
-        """Undoes its `pop`. Several are undone in reverse order."""
-        ...
-
-    def admitted(self, seq: Sequence) -> None:
-        """A sequence that was popped will not come back."""
-        ...
-
-    def remove(self, seq: Sequence) -> None:
-        """Takes out a given sequence. KeyError when it is not here."""
-        ...
-
-
-class Fifo:
-    """First come, first served."""
-
-    __slots__ = ("_waiting",)
-
-    def __init__(self) -> None:
-        # Ordered both ways and O(1) to delete from: a plain dict slows down when its head is popped again and again.
-        self._waiting: OrderedDict[int, Sequence] = OrderedDict()
-
-    def __len__(self) -> int:
-        """Number of sequences."""
-        return len(self._waiting)
-
-    def push(self, seq: Sequence) -> None:
-        """Joins at the tail."""
-        self._waiting[seq.seq_id] = seq
-
-    def head(self) -> Sequence:
-        """The first one, left in place. StopIteration when empty."""
-        return next(iter(self._waiting.values()))
-
-    def pop(self, now: float) -> Sequence | None:
-        """Takes out the first."""
-        return self._waiting.popitem(last=False)[1] if self._waiting else None
-
-    def put_back(self, seq: Sequence) -> None:
-        """Puts it at the head."""
-        self._waiting[seq.seq_id] = seq
-        self._waiting.move_to_end(seq.seq_id, last=False)
-
-    def admitted(self, seq: Sequence) -> None:
-        """Nothing to learn."""
-
-    def remove(self, seq: Sequence) -> None:
-        """Takes it out of the middle."""
-        del self._waiting[seq.seq_id]
-
-
-class ResponseRatio:
-    """Highest response ratio over uncached tokens; see the module's text."""
-
-    __slots__ = ("_admitted_since_turn", "_buckets", "_num_waiting")
-
-    def __init__(self) -> None:
-        self._buckets: list[Fifo] = []
-        self._num_waiting = 0
-        self._admitted_since_turn = 0
-
-    def __len__(self) -> int:
-        """Number of sequences."""
-        return self._num_waiting
-
-    def push(self, seq: Sequence) -> None:
-        """Joins the tail of its length's bucket."""
-        self._bucket(seq).push(seq)
-        self._num_waiting += 1
-
-    def pop(self, now: float) -> Sequence | None:
-        """Takes out the best head; the shorter one of equals."""
-        if not self._num_waiting:
-            return None
-        self._num_waiting -= 1
-        if self._admitted_since_turn >= OLDEST_TURN - 1:
-            return min((bucket for bucket in self._buckets if bucket), key=_head_age).pop(now)
-        best, best_ratio = None, -1.0
-        for bucket in self._buckets:
-            if bucket:
-                head = bucket.head()
-                ratio = max(0.0, now - head.arrival) / head.service
-                if ratio > best_ratio:
-                    best, best_ratio = bucket, ratio
-        assert best is not None
-        return best.pop(now)
-
-    def put_back(self, seq: Sequence) -> None:
-        """Puts it at the head of its bucket."""
-        self._bucket(seq).put_back(seq)
-        self._num_waiting += 1
-
-    def admitted(self, seq: Sequence) -> None:
-        """Counts towards the oldest one's turn, which has come when it was the oldest itself."""
-        others = [_head_age(bucket) for bucket in self._buckets if bucket]
-        if not others or arrival_order(seq) <= min(others):
-            self._admitted_since_turn = 0
-        else:
-            self._admitted_since_turn += 1
-
-    def remove(self, seq: Sequence) -> None:
-        """Takes it out of the middle of its bucket."""
-        self._bucket(seq).remove(seq)
-        self._num_waiting -= 1
-
-    def _bucket(self, seq: Sequence) -> Fifo:
-        index = max(0, seq.service.bit_length() - _FIRST_BUCKET_BITS)
-        while len(self._buckets) <= index:
-            self._buckets.append(Fifo())
-        return self._buckets[index]
 
 
 class PriorityClasses:
@@ -211,6 +71,10 @@ class PriorityClasses:
         """Takes it out of its class."""
         self._classes[seq.priority].remove(seq)
         self._left(seq)
+
+    def shorten(self, seq: Sequence, service: int) -> None:
+        """Tells its class."""
+        self._classes[seq.priority].shorten(seq, service)
 
     def rank_in_front(self, seq: Sequence) -> None:
         """A place behind all that are in front already, kept until the sequence starts."""
@@ -272,6 +136,12 @@ class _Class:
             raise KeyError(seq.seq_id)
         del self.front[index]
 
+    def shorten(self, seq: Sequence, service: int) -> None:
+        if seq.in_front:
+            seq.service = service
+        else:
+            self.rest.shorten(seq, service)
+
 
 class WaitingQueue:
     """All waiting sequences in the policy's order, and what they add up to."""
@@ -327,6 +197,11 @@ class WaitingQueue:
         self._order.remove(seq)
         self._count(seq, -1)
 
+    def shorten(self, seq: Sequence, service: int) -> None:
+        """A waiting sequence has only so many tokens to compute: more of it is cached than was known."""
+        self.num_tokens += service - seq.service
+        self._order.shorten(seq, service)
+
     def _count(self, seq: Sequence, sign: int) -> None:
         if sign > 0:
             seq.num_queued = len(seq.token_ids)
@@ -336,15 +211,6 @@ class WaitingQueue:
             self.num_preempted += sign
         if seq.stash is not None:
             self.num_swapped += sign
-
-
-def arrival_order(seq: Sequence) -> tuple[float, int]:
-    """Sorts the oldest first."""
-    return (seq.arrival, seq.seq_id)
-
-
-def _head_age(bucket: Fifo) -> tuple[float, int]:
-    return arrival_order(bucket.head())
 
 
 def _front_rank(seq: Sequence) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from scheduler_svc.core.events import FinishReason, TokensEvent
+from scheduler_svc.core.events import FinishedEvent, FinishReason, Refusal, TokensEvent
 from scheduler_svc.core.params import SeqId
 from scheduler_svc.core.plan import NO_TOKEN, RowErrorCode, StepResult, StepStatus
 from scheduler_svc.core.running import InFlight
@@ -68,6 +68,22 @@ def take_result(record: InFlight, result: StepResult) -> Outcome:
             reason = FinishReason.NUMERICAL if code is RowErrorCode.NUMERICAL else FinishReason.INTERNAL
             outcome.ended.append((record.rows[row], reason))
     return outcome
+
+
+def finished_event(seq: Sequence, reason: FinishReason, now: float, refusal: Refusal | None) -> FinishedEvent:
+    """The end of a sequence, and its bill."""
+    started = now if seq.first_run is None else seq.first_run
+    return FinishedEvent(
+        group=seq.group,
+        seq_id=seq.seq_id,
+        reason=reason,
+        num_output_tokens=seq.num_output_tokens,
+        queue_s=max(0.0, started - seq.arrival),
+        num_computed_tokens=seq.num_prefilled,
+        num_cached_tokens=seq.num_cached_prompt,
+        num_preemptions=seq.num_preemptions,
+        refusal=refusal,
+    )
 
 
 def _failed_rows(record: InFlight, result: StepResult) -> dict[int, RowErrorCode]:

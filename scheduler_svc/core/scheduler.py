@@ -1,10 +1,10 @@
 """`Scheduler`: decides what runs next, as values. Two verbs, `schedule` and `apply`; same calls, same answers.
 
-What may grow here: calls to named functions. `schedule` is the list of the phases of a plan and `apply` the list of
-the phases of a result; a new feature is a module of its own, and one line here. Rules about the order of waiting
-sequences belong in `queues`, who starts in `admission`, who gets blocks in `growth`, who makes room in `preemption`,
-what a token means in `results`, states in `sequence`. What one executor holds is a `RunningSet`: several executors are
-several of those beside one queue, not flags in here.
+What may grow here: calls to named functions. `Session.plan` is the list of the phases of a plan and `apply` that of a
+result; a new feature is a module of its own, and one line there. Rules about the order of waiting sequences belong in
+`queues`, who starts in `admission`, who gets blocks in `growth`, who makes room in `preemption`, what a token means in
+`results`, states in `sequence`. What one executor holds is a `Session`: several executors are several of those beside
+one queue, not flags in here.
 
 The life of a sequence in numbers: `submit` makes it WAITING; `schedule` starts it (lane, blocks, Admit) and covers its
 positions with rows; `apply` appends what the rows brought. A plan is made before the results of up to
@@ -26,26 +26,23 @@ is preempted more than `MAX_PREEMPTIONS` times for memory or priority. So what i
 from __future__ import annotations
 
 from cache_svc.blocks.residency import ResidencySampler
-from scheduler_svc.core.admission import Admission
-from scheduler_svc.core.batch import BatchBuilder
-from scheduler_svc.core.costs import TailLosses, block_costs
+from scheduler_svc.core.costs import block_costs
 from scheduler_svc.core.deadlines import Deadlines
-from scheduler_svc.core.events import Event, FinishedEvent, FinishReason, Refusal
-from scheduler_svc.core.growth import drop_appends, grow_tables
+from scheduler_svc.core.events import Event, FinishReason, Refusal
 from scheduler_svc.core.invariants import check, check_counts
-from scheduler_svc.core.limits import StepLimits, check_config, combine, refuse_length
+from scheduler_svc.core.limits import check_config, combine, refuse_length
 from scheduler_svc.core.mapped import num_mapped_blocks
 from scheduler_svc.core.params import ExecutorLimits, QueuePolicy, SchedulerConfig, SeqId, SequenceSpec
 from scheduler_svc.core.plan import StepPlan, StepResult, StepStatus
-from scheduler_svc.core.preempter import Preempter
 from scheduler_svc.core.preemption import Action, is_finishing
-from scheduler_svc.core.queues import WaitingQueue, arrival_order
+from scheduler_svc.core.queue_orders import arrival_order
+from scheduler_svc.core.queues import WaitingQueue
 from scheduler_svc.core.refusal import refuse
-from scheduler_svc.core.reserve import OutputLengths
-from scheduler_svc.core.results import ResultMismatchError, check_shape, take_result
+from scheduler_svc.core.results import ResultMismatchError, check_shape, finished_event, take_result
 from scheduler_svc.core.running import InFlight, RunningSet
 from scheduler_svc.core.sequence import Sequence, SequenceState
-from scheduler_svc.core.stats import Counters, SchedulerStats, collect
+from scheduler_svc.core.session import Lasting, Session
+from scheduler_svc.core.stats import SchedulerStats, collect
 from scheduler_svc.core.suspects import Suspects
 
 MAX_FAILED_STEPS = 3
@@ -54,8 +51,6 @@ MAX_FAILED_STEPS = 3
 Without a bound, one poisonous sequence would fail the executor for ever.
 """
 
-RESIDENCY_EVERY = 16
-"""One kept block in so many is followed."""
 _BAD_ENDS = frozenset({FinishReason.NUMERICAL, FinishReason.INTERNAL})
 """Ends that say something about the sequence's blocks: nobody else may use them."""
 
@@ -75,18 +70,22 @@ class Scheduler:
         self._waiting = WaitingQueue(config.queue_policy)
         self._deadlines = Deadlines(self._sequences)
         self._suspects = Suspects(self._sequences)
+        self._lasting = Lasting(config, self._waiting, self._suspects)
+        self._counters = self._lasting.counters
+        self._session: Session | None = None
         self._left_in_flight: list[InFlight] = []
         """Plans that were in flight when the last executor was lost."""
-        self._lengths = OutputLengths()
-        self._losses = TailLosses()
-        self.residency = ResidencySampler(RESIDENCY_EVERY)
-        """How long kept blocks stay, and how soon they are used again; over all sessions."""
-        self._running: RunningSet | None = None
-        self._preempter: Preempter | None = None
-        self._admission: Admission | None = None
         self._next_step_id = 1
-        self._counters = Counters()
         self._events: list[Event] = []
+
+    @property
+    def residency(self) -> ResidencySampler:
+        """How long kept blocks stay, and how soon they are used again; over all sessions."""
+        return self._lasting.residency
+
+    @property
+    def _running(self) -> RunningSet | None:
+        return None if self._session is None else self._session.running
 
     # Executors
 
@@ -109,11 +108,11 @@ class Scheduler:
         moment. ValueError, changing nothing, for limits below one.
         """
         step_limits = combine(self.config, limits)
-        if self._running is not None:
-            self._lose_executor()
+        if self._session is not None:
+            self._lose_executor(self._session)
         poisonous = self._suspects.executor_died(self._left_in_flight, now) if predecessor_died else []
         self._left_in_flight = []
-        self._start_session(step_limits)
+        self._session = Session(step_limits, self._next_step_id - 1, self._lasting)
         for seq in poisonous:
             self._finish(seq, FinishReason.POISON, now)
         for seq in list(self._sequences.values()):
@@ -129,8 +128,8 @@ class Scheduler:
 
     def detach_executor(self, now: float) -> list[Event]:
         """The executor is gone: what ran waits to be recomputed, plans in flight are forgotten. Idempotent."""
-        if self._running is not None:
-            self._lose_executor()
+        if self._session is not None:
+            self._lose_executor(self._session)
         return self._take_events()
 
     # Sequences
@@ -146,10 +145,9 @@ class Scheduler:
             return refusal
         is_fcfs = self.config.queue_policy is QueuePolicy.FCFS
         seq = Sequence(spec, priority=0 if is_fcfs else spec.priority)
-        if self._running is not None:
-            seq.limit_tokens(self._running.limits.token_limit)
-            # The order of the queue counts what is left to compute; what is cached may change until it starts.
-            seq.service = max(1, seq.service - self._running.memory.prefix.num_hit_tokens(seq))
+        if self._session is not None:
+            seq.limit_tokens(self._session.running.limits.token_limit)
+            self._session.hits.submitted(seq)
         self._sequences[seq.seq_id] = seq
         self._suspects.submitted(seq, now)
         self._waiting.push(seq)
@@ -181,32 +179,13 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next plan. None: nothing to do, or `pipeline_depth` plans are in flight, or there is no executor."""
-        running, admission, preempter = self._running, self._admission, self._preempter
-        if (
-            running is None
-            or admission is None
-            or preempter is None
-            or len(running.inflight) >= self.config.pipeline_depth
-        ):
+        session = self._session
+        if session is None or len(session.running.inflight) >= self.config.pipeline_depth:
             return None
         self._drop_overdue(now)
-        running.memory.now = now
-        running.sweep()
-        plan = StepPlan(self._next_step_id)
-        everyone_ran = grow_tables(running, plan, preempter.preempt)
-        admission.make_room(now)
-        if running.sweep():
-            drop_appends(plan, running)
-        batch = BatchBuilder(running, plan)
-        batch.add_decodes()
-        batch.add_chunks(at_least=self._waiting.top_priority)
-        if everyone_ran:
-            admission.admit(plan, batch.num_tokens_left, now)
-        batch.add_chunks(at_least=None)
-        running.memory.catch_up()
-        if not batch.rows and not plan.admit and not _is_report_wanted(running):
-            return None
-        self._close(plan, batch, running)
+        plan = session.plan(self._next_step_id, now)
+        if plan is not None:
+            self._next_step_id += 1
         return plan
 
     def apply(self, result: StepResult, now: float) -> list[Event]:
@@ -250,8 +229,8 @@ class Scheduler:
         seq = self._sequences.get(seq_id)
         if seq is None or seq.state is not SequenceState.RUNNING or is_finishing(seq):
             return False
-        assert self._preempter is not None, "it runs"
-        self._preempter.give_up(seq, action, None)
+        assert self._session is not None, "it runs"
+        self._session.preempter.give_up(seq, action, None)
         return True
 
     def flush_prefix_cache(self) -> int:
@@ -282,55 +261,28 @@ class Scheduler:
         while (due := self._deadlines.pop_due(now)) is not None:
             self._finish(*due, now)
 
-    def _close(self, plan: StepPlan, batch: BatchBuilder, running: RunningSet) -> None:
-        """The plan is final: its number is taken, its releases are held, its result is expected."""
-        plan.release_lanes = running.fences.take_releases(plan.step_id)
-        running.memory.copies.write(plan)
-        running.inflight.append(batch.close())
-        self._next_step_id += 1
-        self._counters.plans += 1
-        self._counters.prefill_tokens += batch.num_prefill_tokens
-
     def _is_in_flight(self, running: RunningSet, step_id: int) -> bool:
         return running.inflight[0].step_id <= step_id < self._next_step_id
 
-    def _start_session(self, limits: StepLimits) -> None:
-        """Empty lanes and empty tiers on an executor."""
-        self._running = RunningSet(limits, self._next_step_id - 1, self.residency)
-        self._preempter = Preempter(self._running, self._waiting, self._counters, self._losses)
-        self._admission = Admission(
-            self.config,
-            self._waiting,
-            self._running,
-            lengths=self._lengths,
-            counters=self._counters,
-            losses=self._losses,
-            preempt=self._preempter.preempt,
-            suspects=self._suspects,
-        )
-
-    def _lose_executor(self) -> None:
+    def _lose_executor(self, session: Session) -> None:
         """Everything that ran waits again; nothing is expected from the executor any more."""
-        running, preempter = self._running, self._preempter
-        assert running is not None
-        assert preempter is not None
-        self._left_in_flight = list(running.inflight)
-        self._counters.end_session(running.memory)
+        self._left_in_flight = list(session.running.inflight)
+        self._counters.end_session(session.running.memory)
         self.residency.flush_samples()
         lost = [seq for seq in self._sequences.values() if seq.state in (SequenceState.RUNNING, SequenceState.SWAPPED)]
         for seq in sorted(lost, key=arrival_order):
-            preempter.lose(seq)
+            session.preempter.lose(seq)
         for seq in self._sequences.values():
             seq.last_step_id = 0
             seq.forecast = None  # what it costs from here on is the loss's doing
-        self._running = self._admission = self._preempter = None
+        self._session = None
         self._counters.executor_losses += 1
 
     def _fail_step(self, record: InFlight, now: float) -> None:
         """Voids all lanes and starts anew on the same executor, without whom every step of a sequence fails."""
-        running = self._running
-        assert running is not None
-        self._lose_executor()
+        session = self._session
+        assert session is not None
+        self._lose_executor(session)
         for seq in record.rows:
             if seq.state is SequenceState.FINISHED:
                 continue
@@ -340,7 +292,7 @@ class Scheduler:
             seq.num_failed_steps += 1
             if seq.num_failed_steps >= MAX_FAILED_STEPS:
                 self._finish(seq, FinishReason.INTERNAL, now)
-        self._start_session(running.limits)
+        self._session = Session(session.running.limits, self._next_step_id - 1, self._lasting)
 
     def _finish(self, seq: Sequence, reason: FinishReason, now: float, refusal: Refusal | None = None) -> None:
         """Ends a sequence from any state and says so; its blocks and lane go to their fences."""
@@ -357,30 +309,12 @@ class Scheduler:
             running.memory.distrust(seq.prefix.keys)
         seq.finish(reason)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._lengths.finished(seq.num_output_tokens, at_limit=reason is FinishReason.LENGTH)
+            self._lasting.lengths.finished(seq.num_output_tokens, at_limit=reason is FinishReason.LENGTH)
         self._suspects.ended(seq, reason, now)
         del self._sequences[seq.seq_id]
         self._counters.finished += 1
-        started = now if seq.first_run is None else seq.first_run
-        self._events.append(
-            FinishedEvent(
-                group=seq.group,
-                seq_id=seq.seq_id,
-                reason=reason,
-                num_output_tokens=seq.num_output_tokens,
-                queue_s=max(0.0, started - seq.arrival),
-                num_computed_tokens=seq.num_prefilled,
-                num_cached_tokens=seq.num_cached_prompt,
-                num_preemptions=seq.num_preemptions,
-                refusal=refusal,
-            )
-        )
+        self._events.append(finished_event(seq, reason, now, refusal))
 
     def _take_events(self) -> list[Event]:
         events, self._events = self._events, []
         return events
-
-
-def _is_report_wanted(running: RunningSet) -> bool:
-    """Whether an empty plan is to be sent, because only its result tells that lanes or copies are done."""
-    return not running.inflight and (running.fences.has_releases or not running.memory.copies.is_idle)

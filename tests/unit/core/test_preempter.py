@@ -27,8 +27,8 @@ def running(
     plan = scheduler.schedule(3.0)
     assert plan is not None
     scheduler.apply(StepResult(plan.step_id, [7] * plan.num_rows), 3.0)
-    assert scheduler._preempter is not None
-    return scheduler, scheduler._preempter, scheduler._sequences[SeqId(1)], scheduler._sequences[SeqId(2)]
+    assert scheduler._session is not None
+    return scheduler, scheduler._session.preempter, scheduler._sequences[SeqId(1)], scheduler._sequences[SeqId(2)]
 
 
 @pytest.mark.parametrize(

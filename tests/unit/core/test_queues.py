@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from scheduler_svc.core.params import QueuePolicy, SeqId, SequenceSpec
-from scheduler_svc.core.queues import OLDEST_TURN, Fifo, QueueOrder, ResponseRatio, WaitingQueue
+from scheduler_svc.core.queue_orders import OLDEST_TURN, Fifo, QueueOrder, ResponseRatio
+from scheduler_svc.core.queues import WaitingQueue
 from scheduler_svc.core.sequence import Sequence
 
 
@@ -156,3 +157,30 @@ def test_cached_tokens_count_towards_what_the_queue_holds() -> None:
     sequence.token_ids.append(7)  # a row that was in flight brings a token meanwhile
     queue.remove(sequence)
     assert (queue.num_tokens, queue.num_known_tokens) == (0, 0)
+
+
+def test_who_is_found_to_have_less_to_compute_moves_to_where_it_belongs() -> None:
+    sequences = [seq(1, 1000), seq(2, 100), seq(3, 1010), seq(4, 900)]
+    queue = filled(QueuePolicy.LENGTH_AWARE, *sequences)
+    queue.shorten(sequences[2], 3)
+    queue.shorten(sequences[3], 800)
+    assert queue.num_tokens == 1000 + 100 + 3 + 800
+    assert pop_all(queue, now=0.0) == [3, 2, 1, 4], "the last stays behind the first, whose bucket it shares"
+    assert queue.num_tokens == 0
+
+
+@pytest.mark.parametrize("policy", [QueuePolicy.FCFS, QueuePolicy.PRIORITY])
+def test_an_order_that_does_not_look_at_lengths_keeps_it_when_one_is_shorter(policy: QueuePolicy) -> None:
+    sequences = [seq(1, 1000), seq(2, 100), seq(3, 1010)]
+    queue = filled(policy, *sequences)
+    queue.shorten(sequences[2], 1)
+    assert (pop_all(queue), queue.num_tokens) == ([1, 2, 3], 0)
+
+
+def test_who_is_in_front_stays_there_when_it_is_shorter() -> None:
+    sequences = [seq(1, 50), seq(2, 1000)]
+    sequences[1].in_front = True
+    queue = filled(QueuePolicy.LENGTH_AWARE, *sequences)
+    queue.shorten(sequences[1], 1)
+    queue.remove(sequences[1])
+    assert (pop_all(queue), queue.num_tokens) == ([1], 0)

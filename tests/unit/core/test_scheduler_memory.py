@@ -8,9 +8,18 @@ import pytest
 
 from scheduler_svc.core import admission
 from scheduler_svc.core.events import FinishedEvent, FinishReason
-from scheduler_svc.core.params import ExecutorLimits, HostCache, PreemptionMode, SchedulerConfig, SeqId, SequenceSpec
+from scheduler_svc.core.params import (
+    ExecutorLimits,
+    HostCache,
+    PreemptionMode,
+    QueuePolicy,
+    SchedulerConfig,
+    SeqId,
+    SequenceSpec,
+)
 from scheduler_svc.core.plan import NO_TOKEN, RowErrorCode, StepPlan, StepResult, StepStatus
 from scheduler_svc.core.preemption import Action, Reason
+from scheduler_svc.core.queued_hits import MAX_BLOCKS_PER_PLAN, MAX_KEYS_AT_SUBMIT
 from scheduler_svc.core.scheduler import Scheduler
 
 CONFIG = SchedulerConfig(
@@ -208,6 +217,29 @@ def test_the_queue_orders_by_what_is_left_to_compute() -> None:
     assert [len(admit.token_ids) for admit in plan.admit] == [38], "2 of its 38 tokens are left, not 20 of 20"
 
 
+@pytest.mark.parametrize("policy", QueuePolicy)
+def test_the_queue_orders_by_a_long_cached_prefix_too_though_it_is_looked_up_in_parts(policy: QueuePolicy) -> None:
+    num_blocks = MAX_KEYS_AT_SUBMIT + MAX_BLOCKS_PER_PLAN + 100
+    executor = replace(EXECUTOR, num_device_blocks=2 * num_blocks, max_model_len=8 * num_blocks, max_tokens=8192)
+    scheduler = attached(
+        executor, max_num_seqs=1, max_num_batched_tokens=8192, max_prefill_chunk=8192, queue_policy=policy
+    )
+    long = [number % 5000 for number in range(4 * num_blocks)]
+    submit(scheduler, 1, long, 1)
+    finish(scheduler)
+    submit(scheduler, 2, list(range(6000, 6020)), 4)
+    step(scheduler)  # it runs, so the others wait
+    submit(scheduler, 3, list(range(7000, 7200)), 1)
+    submit(scheduler, 4, [*long, 1, 2], 1)
+    hits = []
+    for _ in range(3):
+        hits.append(4 * num_blocks + 2 + 200 - scheduler.stats().queue_tokens)
+        step(scheduler)
+    assert hits == [4 * MAX_KEYS_AT_SUBMIT, 4 * (MAX_KEYS_AT_SUBMIT + MAX_BLOCKS_PER_PLAN), 4 * num_blocks]
+    order = list(finish(scheduler))
+    assert order == ([4, 3] if policy is QueuePolicy.LENGTH_AWARE else [3, 4]), "2 tokens against 200"
+
+
 def test_who_waits_for_a_prefix_holds_up_nobody() -> None:
     scheduler = attached(replace(EXECUTOR, num_device_blocks=400, max_model_len=800), max_num_seqs=64, max_skip_ahead=0)
     for number in range(1, 101):
@@ -294,8 +326,8 @@ def test_a_victim_of_priority_frees_what_it_reserved_too() -> None:
     for _ in range(2):
         step(scheduler)
         seq = scheduler._sequences[SeqId(1)]
-        assert scheduler._preempter is not None
-        scheduler._preempter.preempt(seq, 1, Reason.MEMORY)
+        assert scheduler._session is not None
+        scheduler._session.preempter.preempt(seq, 1, Reason.MEMORY)
     step(scheduler)
     assert scheduler.stats().blocks_reserved > 0, "twice preempted, it starts with all it may ever need"
     submit(scheduler, 2, list(range(100, 120)), 2, priority=1)

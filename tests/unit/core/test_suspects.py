@@ -222,3 +222,18 @@ def test_prompts_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch
             scheduler.cancel(SeqId(number + again), 0.0)
     refused = [scheduler.submit(spec(number + 20, prompt=number), 0.0) is not None for number in (1, 2, 3)]
     assert refused == [False, True, True]
+
+
+def test_each_is_cleared_at_its_own_place_whoever_else_has_its_prompt() -> None:
+    scheduler = scheduler_with(1)
+    for _ in range(3):
+        rows(scheduler)
+        answer(scheduler)
+    assert scheduler.submit(spec(11, prompt=1), 0.0) is None
+    assert rows(scheduler) == {1, 11}
+    die(scheduler)
+    for _ in range(3):
+        rows(scheduler)
+        answer(scheduler)
+    assert rows(scheduler) == {1, 11}
+    assert die(scheduler) == [], "the second has got past its first token, if not past the fifth of the first"
