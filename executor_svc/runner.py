@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from executor_svc.attention.base import AttentionBackend, AttentionError
+from executor_svc.attention.native import NativeBackend
 from executor_svc.attention.sdpa import SdpaBackend
 from executor_svc.batch import Batch
 from executor_svc.kv.geometry import KvGeometry
@@ -20,6 +21,8 @@ from executor_svc.kv.pool import KvPool
 from executor_svc.models.base import CausalLM
 from executor_svc.models.layers import packs_bfloat16
 from executor_svc.models.registry import load_model
+from executor_svc.native.library import Library, NativeError
+from executor_svc.native.library import load as load_library
 from pagemill.logs import kv
 from pagemill.model_files import ModelInfo, read_model_info
 
@@ -28,32 +31,27 @@ log = logging.getLogger(__name__)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # glibc's malloc.h
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 KV_DTYPES = {**DTYPES, "int8": torch.int8}
-BACKENDS: dict[str, type[AttentionBackend]] = {"sdpa": SdpaBackend}
+BACKENDS = ("native", "sdpa")
 
 
 class PagedRunner:
     """See `executor_svc.batch.ModelRunner`. Built by `load`."""
 
-    def __init__(
-        self, info: ModelInfo, model: CausalLM, backend: AttentionBackend, block_size: int, kv_dtype: torch.dtype
-    ) -> None:
+    def __init__(self, info: ModelInfo, model: CausalLM, backend: AttentionBackend, geometry: KvGeometry) -> None:
         shape = model.shape
         self._model = model
         self._backend = backend
         self._pool: KvPool | None = None
-        self.geometry = KvGeometry(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, kv_dtype)
-        refusal = backend.refusal(self.geometry)
-        if refusal is not None:
-            raise AttentionError(refusal)
+        self.geometry = geometry
         self.info = info
         self.vocab_size = shape.vocab_size
         self.max_model_len = shape.max_model_len
-        self.block_size = block_size
+        self.block_size = geometry.block_size
         self.num_blocks = 0
         self.bytes_per_block = self.geometry.bytes_per_block
         self.weight_bytes = model.weight_bytes
         self.dtype_name = str(model.dtype).removeprefix("torch.")
-        self.kv_dtype_name = str(kv_dtype).removeprefix("torch.")
+        self.kv_dtype_name = str(geometry.dtype).removeprefix("torch.")
         self.device_name = f"cpu: {torch.get_num_threads()} threads"
         self.attention_name = backend.name
         self.model_name = info.name
@@ -119,16 +117,51 @@ def load(
     keep_freed_memory()
     info = model if isinstance(model, ModelInfo) else read_model_info(model)
     chosen = DTYPES[("bfloat16" if packs_bfloat16() else "float32") if dtype == "auto" else dtype]
+    kernels, reason = _kernels(attention)
     with torch.inference_mode():
-        loaded = load_model(info, chosen)
-    name = "sdpa" if attention == "auto" else attention
-    reason = "the only backend for CPUs" if attention == "auto" else "forced"
-    log.info("attention", extra=kv(backend=name, reason=reason))
-    runner = PagedRunner(
-        info, loaded, BACKENDS[name](), block_size, chosen if kv_dtype == "auto" else KV_DTYPES[kv_dtype]
+        loaded = load_model(info, chosen, kernels)
+    kv_type = chosen if kv_dtype == "auto" else KV_DTYPES[kv_dtype]
+    geometry = KvGeometry(
+        loaded.shape.num_layers, loaded.shape.num_kv_heads, loaded.shape.head_dim, block_size, kv_type
     )
+    backend, refusal = _backend(attention, kernels, geometry)
+    log.info("attention", extra=kv(backend=backend.name, reason=refusal or reason))
+    runner = PagedRunner(info, loaded, backend, geometry)
     log.info("kv block", extra=kv(kv_dtype=runner.kv_dtype_name, arithmetic=runner.geometry.arithmetic))
     return runner
+
+
+def _kernels(attention: str) -> tuple[Library | None, str]:
+    """The compiled kernels, None for plain torch; and why. Raises AttentionError if they are forced and not there."""
+    if attention == "sdpa":
+        return None, "forced"
+    try:
+        library = load_library()
+    except NativeError as error:
+        if attention == "native":
+            raise AttentionError(f"attention backend native: {error}") from error
+        return None, str(error)
+    return library, f"{'forced' if attention == 'native' else 'the fastest on CPUs'} ({library.isa})"
+
+
+def _backend(attention: str, kernels: Library | None, geometry: KvGeometry) -> tuple[AttentionBackend, str | None]:
+    """The backend, and why it is not the compiled one. Raises AttentionError if a forced one refuses the blocks."""
+    if kernels is None:
+        return _accepted(SdpaBackend(), geometry), None
+    native = NativeBackend(kernels)
+    refusal = native.refusal(geometry)
+    if refusal is None:
+        return native, None
+    if attention == "native":
+        raise AttentionError(refusal)
+    return _accepted(SdpaBackend(), geometry), refusal
+
+
+def _accepted(backend: AttentionBackend, geometry: KvGeometry) -> AttentionBackend:
+    refusal = backend.refusal(geometry)
+    if refusal is not None:
+        raise AttentionError(refusal)
+    return backend
 
 
 def keep_freed_memory() -> None:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from executor_svc.attention.rotation import HeadNorms, Rotation
 from executor_svc.batch import Batch
 from executor_svc.kv.geometry import KvGeometry
 from executor_svc.kv.pool import KvPool
@@ -34,6 +35,16 @@ class AttentionStep(Protocol):
 
     def write(self, layer: int, kv: torch.Tensor) -> None:
         """Store keys and values (num_tokens, 2, num_kv_heads, head_dim) of the batch's tokens in their slots."""
+        ...
+
+    def rotate_and_write(
+        self, layer: int, heads: torch.Tensor, rotation: Rotation, norms: HeadNorms | None
+    ) -> torch.Tensor:
+        """Normalise and rotate queries and keys, store keys and values; returns the queries.
+
+        `heads`: (num_tokens, num_heads + 2 * num_kv_heads, head_dim), queries, keys, values, and undefined afterwards.
+        The queries, (num_tokens, num_heads, head_dim), may be a view of it.
+        """
         ...
 
     def attend(self, layer: int, query: torch.Tensor, options: AttentionOptions = FULL) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Reference attention in plain torch, on any device torch runs on: gather blocks, then dense attention.
 
-Every other backend is tested against this one. It is also the CPU path until the C kernels come, so it is written for
-speed where that costs no clarity. Per layer and group of rows, `KvBlocks.gather` puts keys and values of whole blocks
-side by side, padded to the longest, in the query's type whatever the blocks hold; then
+Every other backend is tested against this one. It also serves where the compiled kernels were not built or refuse a
+model, so it is written for speed where that costs no clarity. Per layer and group of rows, `KvBlocks.gather` puts keys
+and values of whole blocks side by side, padded to the longest, in the query's type whatever the blocks hold; then
 
 * decode rows: the query heads of a KV head are the rows of one small matrix, two `bmm` and a softmax. Rows are grouped
   by context length so that little is padded. `enable_gqa` instead reads the KV memory at 1.4 GB/s (measured; bmm: 20).
@@ -27,6 +27,7 @@ import torch
 from torch.nn import functional
 
 from executor_svc.attention.base import FULL, AttentionOptions
+from executor_svc.attention.rotation import HeadNorms, Rotation, rotate_heads
 from executor_svc.attention.row_groups import Part, RowGroup, by_prefix, without_prefixes
 from executor_svc.batch import Batch
 from executor_svc.kv.geometry import KvGeometry
@@ -70,6 +71,14 @@ class SdpaStep:
     def write(self, layer: int, kv: torch.Tensor) -> None:
         """As `AttentionStep.write`."""
         self._blocks.store(layer, self._store_index, kv)
+
+    def rotate_and_write(
+        self, layer: int, heads: torch.Tensor, rotation: Rotation, norms: HeadNorms | None
+    ) -> torch.Tensor:
+        """As `AttentionStep.rotate_and_write`."""
+        query, kv = rotate_heads(heads, self._blocks.geometry.num_kv_heads, rotation, norms)
+        self.write(layer, kv)
+        return query
 
     def attend(self, layer: int, query: torch.Tensor, options: AttentionOptions = FULL) -> torch.Tensor:
         """As `AttentionStep.attend`."""

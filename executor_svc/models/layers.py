@@ -1,4 +1,7 @@
-"""The small parts that own models are made of: linear layers with weights packed for oneDNN, RMSNorm."""
+"""The small parts that own models are made of: linear layers with weights packed for oneDNN, RMSNorm, SiLU.
+
+With compiled kernels where there are some, else in plain torch.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import functools
 
 import torch
 from torch.nn import functional
+
+from executor_svc.native.library import CODES, Library
 
 
 @functools.cache
@@ -49,11 +54,35 @@ class Linear:
 class RmsNorm:
     """x / rms(x) * weight, computed in float32."""
 
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+    def __init__(self, weight: torch.Tensor, eps: float, kernels: Library | None) -> None:
         self._weight = weight
         self._shape = tuple(weight.shape)
         self._eps = eps
+        self._kernels = kernels
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Over the last dimension; same shape and dtype as `x`."""
-        return functional.rms_norm(x, self._shape, self._weight, self._eps)
+        """(rows, size), rows contiguous; same shape and dtype as `x`."""
+        if self._kernels is None:
+            return functional.rms_norm(x, self._shape, self._weight, self._eps)
+        rows, size = x.shape
+        out = torch.empty(rows, size, dtype=x.dtype)
+        self._kernels.rms_norm(
+            x.data_ptr(), x.stride(0), self._weight.data_ptr(), out.data_ptr(), rows, size, self._eps, CODES[x.dtype]
+        )
+        return out
+
+
+class SiluMul:
+    """silu(gate) * up."""
+
+    def __init__(self, kernels: Library | None) -> None:
+        self._kernels = kernels
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """(rows, 2 * size) contiguous, gate and up side by side, to (rows, size). May overwrite `gate_up`."""
+        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        if self._kernels is None:
+            return functional.silu(gate_up[:, :size]).mul_(gate_up[:, size:])
+        out = torch.empty(rows, size, dtype=gate_up.dtype)
+        self._kernels.silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, size, CODES[gate_up.dtype])
+        return out

@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from executor_svc.attention.base import AttentionOptions, AttentionStep
+from executor_svc.attention.rotation import HeadNorms, Rotation
 from executor_svc.models.base import ModelShape
-from executor_svc.models.layers import Linear, RmsNorm
+from executor_svc.models.layers import Linear, RmsNorm, SiluMul
 from executor_svc.models.rope import (
     RopeSpec,
     RotaryTable,
     UnsupportedModelError,
     inverse_frequencies,
     rope_spec,
-    rotate,
 )
+from executor_svc.native.library import Library
 from executor_svc.weights.source import WeightSource, check_shape
 
 _MAX_LAYERS = 4096
@@ -122,8 +122,10 @@ class _Layer:
         self.input_norm = loader.norm(f"model.layers.{index}.input_layernorm", spec.hidden_size, eps)
         parts = [(f"{attn}.q_proj", q_size), (f"{attn}.k_proj", kv_size), (f"{attn}.v_proj", kv_size)]
         self.qkv = loader.linear(parts, spec.hidden_size, bias=spec.qkv_bias)
-        self.q_norm = loader.norm(f"{attn}.q_norm", s.head_dim, eps) if spec.qk_norm else None
-        self.k_norm = loader.norm(f"{attn}.k_norm", s.head_dim, eps) if spec.qk_norm else None
+        self.norms: HeadNorms | None = None
+        if spec.qk_norm:
+            query, key = (loader.tensor(f"{attn}.{name}.weight", (s.head_dim,)) for name in ("q_norm", "k_norm"))
+            self.norms = HeadNorms(query, key, eps)
         self.out = loader.linear([(f"{attn}.o_proj", spec.hidden_size)], q_size, bias=spec.out_bias)
         self.mlp_norm = loader.norm(f"model.layers.{index}.post_attention_layernorm", spec.hidden_size, eps)
         inner = spec.intermediate_size
@@ -132,27 +134,16 @@ class _Layer:
         )
         self.down = loader.linear([(f"{mlp}.down_proj", spec.hidden_size)], inner, bias=spec.mlp_bias)
         self.options = AttentionOptions(window=spec.windows[index])
+        self.silu_mul = loader.silu_mul
         self._index = index
         self._shape = s
-        self._inner = inner
 
-    def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: AttentionStep) -> torch.Tensor:
-        x = self.out.add_to(x, self._attention(self.input_norm(x), cos, sin, step))
-        gate_up = self.gate_up(self.mlp_norm(x))
-        gate, up = gate_up[:, : self._inner], gate_up[:, self._inner :]
-        return self.down.add_to(x, functional.silu(gate).mul_(up))
-
-    def _attention(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, rotation: Rotation, step: AttentionStep) -> torch.Tensor:
         s = self._shape
-        heads = self.qkv(x).view(x.shape[0], s.num_heads + 2 * s.num_kv_heads, s.head_dim)
-        turning = heads[:, : s.num_heads + s.num_kv_heads]
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = turning[:, : s.num_heads], turning[:, s.num_heads :]
-            turning = torch.cat((self.q_norm(query), self.k_norm(key)), dim=1)
-        turned = rotate(turning, cos, sin)
-        heads[:, s.num_heads : s.num_heads + s.num_kv_heads] = turned[:, s.num_heads :]
-        step.write(self._index, heads[:, s.num_heads :].view(-1, 2, s.num_kv_heads, s.head_dim))
-        return step.attend(self._index, turned[:, : s.num_heads], self.options)
+        heads = self.qkv(self.input_norm(x)).view(x.shape[0], s.num_heads + 2 * s.num_kv_heads, s.head_dim)
+        query = step.rotate_and_write(self._index, heads, rotation, self.norms)
+        x = self.out.add_to(x, step.attend(self._index, query, self.options))
+        return self.down.add_to(x, self.silu_mul(self.gate_up(self.mlp_norm(x))))
 
 
 class LlamaModel:
@@ -160,10 +151,10 @@ class LlamaModel:
 
     implementation = "own (llama shape)"
 
-    def __init__(self, spec: LlamaSpec, source: WeightSource, dtype: torch.dtype) -> None:
+    def __init__(self, spec: LlamaSpec, source: WeightSource, dtype: torch.dtype, kernels: Library | None) -> None:
         self.shape = spec.shape
         self.dtype = dtype
-        loader = _Loader(source, dtype)
+        loader = _Loader(source, dtype, kernels)
         vocab, hidden = spec.shape.vocab_size, spec.hidden_size
         self._embedding = loader.tensor("model.embed_tokens.weight", (vocab, hidden))
         self._layers = [_Layer(spec, loader, i) for i in range(spec.shape.num_layers)]
@@ -175,26 +166,28 @@ class LlamaModel:
         else:
             self._head = loader.linear([("lm_head", vocab)], hidden, bias=False)
         factors = getattr(source, "rope_factors", lambda: None)()
-        self._rotary = RotaryTable(*inverse_frequencies(spec.rope, factors), dtype)
+        self._rotary = RotaryTable(*inverse_frequencies(spec.rope, factors))
         self.weight_bytes = loader.nbytes
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep, sample: torch.Tensor | None
     ) -> torch.Tensor | None:
         """As `CausalLM.forward`."""
-        cos, sin = self._rotary.lookup(positions)
+        rotation = self._rotary.rotation(positions)
         x = self._embedding[token_ids]
         for layer in self._layers:
-            x = layer(x, cos, sin, step)
+            x = layer(x, rotation, step)
         return None if sample is None else self._head(self._norm(x[sample]))
 
 
 class _Loader:
     """Reads weights straight into the memory they will stay in, and counts the bytes."""
 
-    def __init__(self, source: WeightSource, dtype: torch.dtype) -> None:
+    def __init__(self, source: WeightSource, dtype: torch.dtype, kernels: Library | None) -> None:
         self._source = source
         self._dtype = dtype
+        self._kernels = kernels
+        self.silu_mul = SiluMul(kernels)
         self.nbytes = 0
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -205,7 +198,7 @@ class _Loader:
         return out
 
     def norm(self, name: str, size: int, eps: float) -> RmsNorm:
-        return RmsNorm(self.tensor(f"{name}.weight", (size,)), eps)
+        return RmsNorm(self.tensor(f"{name}.weight", (size,)), eps, self._kernels)
 
     def linear(self, parts: list[tuple[str, int]], in_features: int, *, bias: bool) -> Linear:
         """One matrix of the named projections, one below the other."""

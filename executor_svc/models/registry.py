@@ -9,6 +9,7 @@ import torch
 from executor_svc.models.base import CausalLM
 from executor_svc.models.llama import ARCHITECTURES, LlamaModel, llama_spec
 from executor_svc.models.rope import UnsupportedModelError
+from executor_svc.native.library import Library
 from executor_svc.weights.source import open_source
 from pagemill.logs import kv
 from pagemill.model_files import ModelFormat, ModelInfo
@@ -16,8 +17,8 @@ from pagemill.model_files import ModelFormat, ModelInfo
 log = logging.getLogger(__name__)
 
 
-def load_model(info: ModelInfo, dtype: torch.dtype) -> CausalLM:
-    """The model with its weights in memory.
+def load_model(info: ModelInfo, dtype: torch.dtype, kernels: Library | None) -> CausalLM:
+    """The model with its weights in memory, computing with `kernels` or, if None, with torch alone.
 
     Raises UnsupportedModelError or WeightError with one line. transformers is imported only if it is needed (seconds).
     """
@@ -30,7 +31,7 @@ def load_model(info: ModelInfo, dtype: torch.dtype) -> CausalLM:
             reason = str(error)
         else:
             log.info("model", extra=kv(architecture=architecture, implementation="own", reason="llama shape"))
-            return LlamaModel(spec, open_source(info), dtype)
+            return LlamaModel(spec, open_source(info), dtype, kernels)
     if info.format is ModelFormat.GGUF:
         raise UnsupportedModelError(f"{info.path.name}: {reason}; transformers runs only Hugging Face directories")
     log.info("model", extra=kv(architecture=architecture, implementation="transformers", reason=reason))

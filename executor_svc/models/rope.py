@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from executor_svc.attention.rotation import Rotation
+
 SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn", "factors")
 
 
@@ -117,29 +119,21 @@ def _yarn_scale(spec: RopeSpec, factor: float) -> float:
 
 
 class RotaryTable:
-    """cos and signed sin of every position, in the model's dtype; grows by doubling up to what is asked."""
+    """cos and sin of every position, float32; grows by doubling up to what is asked."""
 
-    def __init__(self, inv_freq: torch.Tensor, scale: float, dtype: torch.dtype) -> None:
+    def __init__(self, inv_freq: torch.Tensor, scale: float) -> None:
         self._inv_freq = inv_freq
         self._scale = scale
-        self._dtype = dtype
         self._cos = self._sin = torch.empty(0)
         self._grow(4096)
 
     def _grow(self, length: int) -> None:
         angles = torch.arange(length, dtype=torch.float32)[:, None] * self._inv_freq
-        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
-        self._cos = torch.cat((cos, cos), -1).to(self._dtype)
-        self._sin = torch.cat((-sin, sin), -1).to(self._dtype)
+        self._cos, self._sin = angles.cos() * self._scale, angles.sin() * self._scale
 
-    def lookup(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and signed sin, (num_tokens, 1, head_dim) each, for `rotate`."""
+    def rotation(self, positions: torch.Tensor) -> Rotation:
+        """Of a batch whose tokens have these positions, (num_tokens,) int64."""
         top = int(positions.max()) + 1
         if top > self._cos.shape[0]:
             self._grow(1 << (top - 1).bit_length())
-        return self._cos[positions][:, None], self._sin[positions][:, None]
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate (num_tokens, heads, head_dim), pairs being (i, i + head_dim/2); `sin` as `lookup` gives it."""
-    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
+        return Rotation(self._cos, self._sin, positions)

@@ -1,4 +1,7 @@
-"""The sdpa backend against dense attention written out in float64, over shapes, dtypes and poisoned memory."""
+"""Every backend against dense attention written out in float64, over shapes, dtypes and poisoned memory.
+
+The compiled kernels run once per instruction set that this CPU has.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,24 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from executor_svc.attention import row_groups
-from executor_svc.attention.base import AttentionOptions
-from executor_svc.attention.sdpa import SdpaBackend
+from executor_svc.attention.base import AttentionBackend, AttentionOptions
+from executor_svc.attention.native import NativeBackend
 from executor_svc.batch import Batch
 from executor_svc.kv.geometry import KvGeometry
 from executor_svc.kv.int8_blocks import Int8Blocks, quantise
 from executor_svc.kv.pool import KvPool
+from tests.unit.models.backends import NAMES, make_backend
 
 LAYERS = 2
+
+
+@pytest.fixture(params=NAMES)
+def backend(request: pytest.FixtureRequest) -> AttentionBackend:
+    return make_backend(request.param)
 
 
 def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
@@ -37,6 +46,7 @@ def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: 
 
 
 def run_case(
+    backend: AttentionBackend,
     rows: list[tuple[int, int]],
     *,
     heads: int = 6,
@@ -89,7 +99,8 @@ def run_case(
         tables,
         [],
     )
-    step = SdpaBackend().begin(batch, pool)
+    assert backend.refusal(pool.geometry) is None
+    step = backend.begin(batch, pool)
     step.write(1, torch.cat(new_kv))
     out = step.attend(1, torch.cat(queries), options)
     assert out.dtype == dtype
@@ -121,80 +132,92 @@ MIXED = [(1, 1), (1, 5), (7, 7), (1, 64), (3, 20), (1, 17), (1, 130), (2, 2), (1
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (5, 1)])
-@pytest.mark.parametrize("dim", [8, 10, 64])
+@pytest.mark.parametrize("dim", [8, 10, 16, 48, 64, 128])
 @pytest.mark.parametrize("block_size", [1, 3, 16, 32])
-def test_equals_dense_attention(heads: int, kv_heads: int, dim: int, block_size: int) -> None:
-    assert run_case(MIXED, heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size) < 2e-6
+def test_equals_dense_attention(
+    backend: AttentionBackend, heads: int, kv_heads: int, dim: int, block_size: int
+) -> None:
+    if dim % 16 and isinstance(backend, NativeBackend):
+        refusal = backend.refusal(KvGeometry(LAYERS, kv_heads, dim, block_size, torch.float32))
+        assert refusal == f"attention backend native: head size {dim} is not a multiple of 16"
+        return
+    assert run_case(backend, MIXED, heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size) < 2e-6
 
 
 @pytest.mark.parametrize("window", [1, 3, 16, 500])
 @pytest.mark.parametrize("scale", [None, 0.3])
-def test_window_and_scale(window: int, scale: float | None) -> None:
-    assert run_case(MIXED, options=AttentionOptions(scale, window)) < 2e-6
+def test_window_and_scale(backend: AttentionBackend, window: int, scale: float | None) -> None:
+    assert run_case(backend, MIXED, options=AttentionOptions(scale, window)) < 2e-6
 
 
-def test_chunks_longer_than_one_piece() -> None:
-    assert run_case([(300, 300), (129, 400), (128, 128)], block_size=16) < 2e-6
-    assert run_case([(300, 340)], block_size=16, options=AttentionOptions(window=50)) < 2e-6
+def test_chunks_longer_than_one_piece(backend: AttentionBackend) -> None:
+    assert run_case(backend, [(300, 300), (129, 400), (128, 128)], block_size=16) < 2e-6
+    assert run_case(backend, [(300, 340)], block_size=16, options=AttentionOptions(window=50)) < 2e-6
 
 
-def test_large_groups_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However little may be gathered at once, down to less than one row."""
+def test_large_groups_are_cut(backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little may be gathered at once (by sdpa), down to less than one row."""
     for limit in (0, 20_000, 200_000):
         monkeypatch.setattr(row_groups, "MAX_GATHER_BYTES", limit)
-        assert run_case([(1, 60 + i) for i in range(20)]) < 2e-6
+        assert run_case(backend, [(1, 60 + i) for i in range(20)]) < 2e-6
 
 
-def test_bfloat16_errs_by_its_rounding_only() -> None:
-    assert run_case(MIXED, dtype=torch.bfloat16, dim=64, block_size=16) < 0.03
+def test_bfloat16_errs_by_its_rounding_only(backend: AttentionBackend) -> None:
+    assert run_case(backend, MIXED, dtype=torch.bfloat16, dim=64, block_size=16) < 0.03
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 3e38])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_slots_beyond_the_context_never_matter(poison: float, dtype: torch.dtype) -> None:
-    assert run_case(MIXED, poison=poison, dtype=dtype) < (2e-6 if dtype == torch.float32 else 0.03)
+def test_slots_beyond_the_context_never_matter(backend: AttentionBackend, poison: float, dtype: torch.dtype) -> None:
+    assert run_case(backend, MIXED, poison=poison, dtype=dtype) < (2e-6 if dtype == torch.float32 else 0.03)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (5, 1)])
-@pytest.mark.parametrize("dim", [8, 10, 64])
+@pytest.mark.parametrize("dim", [8, 10, 16, 48, 64, 128])
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_int8_blocks_equal_dense_attention_over_what_they_hold(
-    heads: int, kv_heads: int, dim: int, block_size: int
+    backend: AttentionBackend, heads: int, kv_heads: int, dim: int, block_size: int
 ) -> None:
-    error = run_case(MIXED, kv_dtype=torch.int8, heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size)
+    if dim % 16 and isinstance(backend, NativeBackend):
+        return
+    error = run_case(
+        backend, MIXED, kv_dtype=torch.int8, heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size
+    )
     assert error < 3e-6
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 3e38])
-def test_int8_slots_beyond_the_context_never_matter(poison: float) -> None:
-    assert run_case(MIXED, kv_dtype=torch.int8, poison=poison) < 3e-6
-    assert run_case(MIXED, kv_dtype=torch.int8, dtype=torch.bfloat16, poison=poison) < 0.04
+def test_int8_slots_beyond_the_context_never_matter(backend: AttentionBackend, poison: float) -> None:
+    assert run_case(backend, MIXED, kv_dtype=torch.int8, poison=poison) < 3e-6
+    assert run_case(backend, MIXED, kv_dtype=torch.int8, dtype=torch.bfloat16, poison=poison) < 0.04
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float32])
-def test_blocks_of_another_type_than_the_model(kv_dtype: torch.dtype) -> None:
-    assert run_case(MIXED, dtype=torch.float32, kv_dtype=kv_dtype) < (0.03 if kv_dtype == torch.bfloat16 else 3e-6)
-    assert run_case(MIXED, dtype=torch.bfloat16, kv_dtype=kv_dtype) < 0.03
+def test_blocks_of_another_type_than_the_model(backend: AttentionBackend, kv_dtype: torch.dtype) -> None:
+    assert run_case(backend, MIXED, dtype=torch.float32, kv_dtype=kv_dtype) < (
+        0.03 if kv_dtype == torch.bfloat16 else 3e-6
+    )
+    assert run_case(backend, MIXED, dtype=torch.bfloat16, kv_dtype=kv_dtype) < 0.03
 
 
-def test_a_nan_row_does_not_reach_its_neighbours() -> None:
+def test_a_nan_row_does_not_reach_its_neighbours(backend: AttentionBackend) -> None:
     """Rows that share a gather: NaN in the context of one is its own affair (docs: one bad row fails that row only)."""
     torch.manual_seed(0)
-    pool = KvPool(KvGeometry(1, 1, 8, 4, torch.float32), 4)
+    pool = KvPool(KvGeometry(1, 1, 16, 4, torch.float32), 4)
     pool.blocks.values.normal_()
     pool.blocks.values[2] = math.nan
     batch = Batch(torch.zeros(2, dtype=torch.int64), torch.tensor([3, 3]), torch.tensor([7, 11]), [1, 1], [4, 4],
                   torch.tensor([[1], [2]], dtype=torch.int32), [])  # fmt: skip
-    out = SdpaBackend().begin(batch, pool).attend(0, torch.randn(2, 2, 8))
+    out = backend.begin(batch, pool).attend(0, torch.randn(2, 2, 16))
     assert out[0].isfinite().all()
     assert out[1].isnan().all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 150)), min_size=1, max_size=8),
     st.sampled_from([1, 2, 5, 16, 64]),
     st.integers(0, 1000),
 )
-def test_any_batch(rows: list[tuple[int, int]], block_size: int, seed: int) -> None:
-    assert run_case([(new, new + before) for new, before in rows], block_size=block_size, seed=seed) < 2e-6
+def test_any_batch(backend: AttentionBackend, rows: list[tuple[int, int]], block_size: int, seed: int) -> None:
+    assert run_case(backend, [(new, new + before) for new, before in rows], block_size=block_size, seed=seed) < 2e-6

@@ -7,13 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from executor_svc.models.rope import (
-    RotaryTable,
-    UnsupportedModelError,
-    inverse_frequencies,
-    rope_spec,
-    rotate,
-)
+from executor_svc.attention.rotation import rotate
+from executor_svc.models.rope import RotaryTable, UnsupportedModelError, inverse_frequencies, rope_spec
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 BASE: dict[str, Any] = {"max_position_embeddings": 128}
@@ -53,10 +48,10 @@ def test_refusals_name_what_is_missing(parameters: dict[str, Any], why: str) -> 
 
 def test_the_table_grows_to_any_position() -> None:
     inv_freq, scale = inverse_frequencies(rope_spec(BASE, 8))
-    table = RotaryTable(inv_freq, scale, torch.float32)
+    table = RotaryTable(inv_freq, scale)
     x = torch.randn(2, 3, 8)
     positions = torch.tensor([3, 9001])
-    turned = rotate(x, *table.lookup(positions))
+    turned = rotate(x, *table.rotation(positions).gathered(torch.float32))
     angles = positions[:, None].float() * inv_freq
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     first, second = x[..., :4], x[..., 4:]

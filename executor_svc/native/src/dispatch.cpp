@@ -1,0 +1,101 @@
+// The C interface: chooses the instruction set and shares work out among OpenMP's threads.
+#include <omp.h>
+
+#include <cstdlib>
+#include <cstring>
+
+#include "isa.h"
+
+namespace {
+
+const pm_isa_kernels *const ALL[] = {
+#if PM_X86
+    &pm_avx512bf16, &pm_avx512, &pm_avx2,
+#endif
+    &pm_portable,
+};
+
+bool runs_here(const pm_isa_kernels *isa) {
+#if PM_X86
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (isa == &pm_avx2) return avx2;
+  if (isa == &pm_avx512) return avx512;
+  if (isa == &pm_avx512bf16) return avx512 && __builtin_cpu_supports("avx512bf16");
+#endif
+  return isa == &pm_portable;
+}
+
+const pm_isa_kernels *best() {
+  for (const pm_isa_kernels *isa : ALL)
+    if (runs_here(isa)) return isa;
+  return &pm_portable;
+}
+
+const pm_isa_kernels *isa = best();
+
+// Rows below which waking the other threads costs more than it gains (a parallel region: 1 to 2 us).
+const int64_t WORTH_SHARING = 8192;
+
+template <class F>
+void share_rows(int64_t rows, int64_t work, F run) {
+  if (work < WORTH_SHARING || rows < 2) return run(0, rows);
+#pragma omp parallel
+  {
+    const int64_t n = omp_get_num_threads(), i = omp_get_thread_num();
+    const int64_t first = rows * i / n, end = rows * (i + 1) / n;
+    if (first < end) run(first, end);
+  }
+}
+
+}  // namespace
+
+PM_EXPORT int32_t pm_attend(const pm_attention *a) {
+  const pm_plan &plan = *a->plan;
+  const int64_t size = (isa->scratch_bytes(*a) + 4095) / 4096 * 4096;
+  const int threads = plan.num_items > 1 ? omp_get_max_threads() : 1;
+  uint8_t *scratch = (uint8_t *)aligned_alloc(4096, size * threads);
+  if (!scratch) return -1;
+#pragma omp parallel num_threads(threads)
+  {
+    uint8_t *own = scratch + size * omp_get_thread_num();
+#pragma omp for schedule(dynamic, 1)
+    for (int i = 0; i < plan.num_first; ++i) isa->attend(*a, plan.items[i], own);
+#pragma omp for schedule(dynamic, 1)
+    for (int i = plan.num_first; i < plan.num_items; ++i) isa->attend(*a, plan.items[i], own);
+  }
+  free(scratch);
+  return 0;
+}
+
+PM_EXPORT void pm_rope_store(const pm_rope *r) {
+  const int64_t size = (int64_t)(r->num_heads + 2 * r->pool->num_kv_heads) * r->pool->head_dim;
+  share_rows(r->num_tokens, r->num_tokens * size, [&](int64_t first, int64_t end) { isa->rope_store(*r, first, end); });
+}
+
+PM_EXPORT void pm_rms_norm(const void *x, int64_t x_stride, const void *weight, void *out, int64_t rows, int64_t size,
+                           float eps, int32_t dtype) {
+  share_rows(rows, rows * size, [&](int64_t first, int64_t end) {
+    isa->rms_norm(x, x_stride, weight, out, first, end, size, eps, dtype);
+  });
+}
+
+PM_EXPORT void pm_silu_mul(const void *gate_up, void *out, int64_t rows, int64_t size, int32_t dtype) {
+  share_rows(rows, rows * size * 2, [&](int64_t first, int64_t end) {
+    isa->silu_mul(gate_up, out, first, end, size, dtype);
+  });
+}
+
+PM_EXPORT int32_t pm_abi(void) { return PM_ABI; }
+PM_EXPORT const char *pm_isa(void) { return isa->name; }
+PM_EXPORT int32_t pm_use_isa(const char *name) {
+  for (const pm_isa_kernels *candidate : ALL)
+    if (!strcmp(candidate->name, name) && runs_here(candidate)) {
+      isa = candidate;
+      return 0;
+    }
+  return -1;
+}
+PM_EXPORT int32_t pm_num_threads(void) { return omp_get_max_threads(); }

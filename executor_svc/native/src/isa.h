@@ -1,0 +1,20 @@
+// What one instruction set offers; `dispatch.cpp` has a table of them.
+#pragma once
+
+#include "kernels.h"
+
+struct pm_isa_kernels {
+  const char *name;
+  // One item. `scratch` is the thread's own, scratch_bytes(...) long and aligned to 64 bytes.
+  void (*attend)(const pm_attention &, const pm_item &, uint8_t *scratch);
+  int64_t (*scratch_bytes)(const pm_attention &);
+  void (*rope_store)(const pm_rope &, int64_t first, int64_t end);
+  void (*rms_norm)(const void *x, int64_t x_stride, const void *weight, void *out, int64_t first, int64_t end,
+                   int64_t size, float eps, int32_t dtype);
+  void (*silu_mul)(const void *gate_up, void *out, int64_t first, int64_t end, int64_t size, int32_t dtype);
+};
+
+extern const pm_isa_kernels pm_portable;
+#if PM_X86
+extern const pm_isa_kernels pm_avx2, pm_avx512, pm_avx512bf16;
+#endif

@@ -1,0 +1,12 @@
+// The kernels for CPUs with avx512f, avx512bw, avx512vl, avx512dq, avx512bf16, avx2, fma.
+#include "kernels.h"
+#if PM_X86
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma")
+#include <immintrin.h>
+
+#define VW 16
+#define DOT_BF16 1
+#define ISA_KERNELS pm_avx512bf16
+#define ISA_NAME "avx512bf16"
+#include "isa_body.h"
+#endif
