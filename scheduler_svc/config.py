@@ -91,6 +91,13 @@ class SchedulerSettings(ServiceSettings):
     prefix_cache: bool = Field(
         default=True, description="keep full KV blocks after their request and reuse them for prompts that begin alike"
     )
+    prefix_cache_share: float = Field(
+        default=0.5,
+        gt=0.0,
+        le=1.0,
+        description="share of a tier's KV blocks that one cache salt's kept ones hold against others'; beyond it they "
+        "are evicted first; 1 for no limit",
+    )
     host_cache: Literal["on-evict", "write-through", "off"] = Field(
         default="on-evict",
         description="when KV blocks kept for reuse are copied to the executor's host memory: as they are evicted from "

@@ -117,6 +117,9 @@ class EngineCollector(Collector):
         stats = self._engine.core.stats()
         evictions = {"device": stats.evictions_total, "host": stats.host_evictions_total}
         yield _counter("kv_evictions", "Cached KV blocks given up for other content.", ("tier",), evictions)
+        beyond = {"device": stats.share_evictions_total, "host": stats.host_share_evictions_total}
+        text = "Those given up before their time, because their cache salt had more than its share."
+        yield _counter("kv_share_evictions", text, ("tier",), beyond)
         hits, queries = {"": stats.prefix_hit_tokens_total}, {"": stats.prefix_query_tokens_total}
         yield _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", (), hits)
         yield _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", (), queries)

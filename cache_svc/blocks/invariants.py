@@ -41,6 +41,7 @@ def check_pool(pool: BlockPool, tables: Iterable[Sequence[int]], fenced: Iterabl
         *_check_number("blocks have references", len(refs) - refs.count(0), pool.num_used),
         *_check_number("blocks are in flight", refs.count(0) - len(loose), pool.num_in_flight),
         *_check_keys(pool, keys),
+        *_check_shares(pool),
     ]
 
 
@@ -78,3 +79,10 @@ def _check_keys(pool: BlockPool, keys: list[bytes | None]) -> Iterable[str]:
     for block_id, key in enumerate(keys):
         if key is not None and index.get(key) != block_id:
             yield f"block {block_id}: its key is found at {index.get(key)}"
+
+
+def _check_shares(pool: BlockPool) -> list[str]:
+    """Every block that is not free counts for its owner."""
+    if pool.shares is None:
+        return []
+    return pool.shares.check(set(range(pool.num_blocks)).difference(pool.free_ids()), pool.cached_ids())

@@ -10,13 +10,26 @@
 A block may be shared (`retain`), and several fences may hold it at once. `publish` says that a block which is used or
 in flight holds the content named by a key (`hashing`); the block can be found under its key for as long as it has one.
 When neither a reference nor a fence is left, a block with a key is *cached*: kept for reuse, and taken back by
-`allocate` when nothing is free. A second tier is a second instance.
+`allocate` when nothing is free; first those whose owners have more than their share (`shares`). A second tier is a
+second instance.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from typing import NamedTuple
+
+from cache_svc.blocks.shares import Shares
+
+
+class Evicted(NamedTuple):
+    """Content that had to go."""
+
+    block_id: int
+    key: bytes
+    owner: bytes
+    """Empty where no shares are counted."""
 
 
 class BlockPool:
@@ -41,10 +54,12 @@ class BlockPool:
         "num_evictions",
         "num_in_flight",
         "num_reserved",
+        "num_share_evictions",
         "num_used",
+        "shares",
     )
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, most_per_owner: int | None = None) -> None:
         if num_blocks < 1:
             raise ValueError(f"Got {num_blocks = } but expected at least 1")
         self.num_blocks = num_blocks
@@ -56,6 +71,9 @@ class BlockPool:
         """Free or cached blocks that are promised: only `allocate(reserved=True)` takes them."""
         self.num_evictions = 0
         """Cached blocks that `allocate` has taken, since the start."""
+        self.num_share_evictions = 0
+        """Those of them that went before their time, because their owners held more than `most_per_owner`."""
+        self.shares = None if most_per_owner is None else Shares(num_blocks, most_per_owner)
         self._free: deque[int] = deque(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
         # A set of ids, least recently used first. Not a plain dict, which takes longer and longer to find its first
@@ -81,13 +99,13 @@ class BlockPool:
         return len(self._free) + len(self._cached) - self.num_reserved
 
     def allocate(
-        self, num_blocks: int, *, reserved: bool = False, evicted: list[tuple[int, bytes]] | None = None
+        self, num_blocks: int, *, reserved: bool = False, evicted: list[Evicted] | None = None, owner: bytes = b""
     ) -> list[int] | None:
         """Takes blocks with one reference each, all or nothing; None when there are not enough.
 
-        Free ones first, then the least recently used cached ones; each of those loses its key, and `(block_id, key)`
-        is appended to `evicted`, oldest first. With `reserved` they come out of an earlier `reserve`, which cannot
-        fail: ValueError past the promise.
+        Free ones first, then the least recently used cached ones, those of owners beyond their share before others;
+        each of them loses its key, and is appended to `evicted` in that order. `owner` is who they count for until they
+        are free. With `reserved` they come out of an earlier `reserve`, which cannot fail: ValueError past the promise.
         """
         free = self._free
         if reserved:
@@ -96,6 +114,8 @@ class BlockPool:
             return None
         elif num_blocks < 0:
             raise ValueError(f"Got {num_blocks = } but expected at least 0")
+        if self.shares is not None:
+            self.shares.charge(num_blocks, owner)
         num_free = len(free)
         popleft = free.popleft
         block_ids = [popleft() for _ in range(num_blocks if num_blocks < num_free else num_free)]
@@ -105,6 +125,8 @@ class BlockPool:
         for block_id in block_ids:
             refs[block_id] = 1
         self.num_used += num_blocks
+        if self.shares is not None:
+            self.shares.taken(block_ids, owner)
         return block_ids
 
     def reserve(self, num_blocks: int) -> bool:
@@ -142,7 +164,7 @@ class BlockPool:
                 if fences[block_id]:
                     self.num_in_flight -= 1
                 else:
-                    del self._cached[block_id]
+                    self._uncache(block_id)
                 self.num_used += 1
             refs[block_id] += 1
 
@@ -151,7 +173,7 @@ class BlockPool:
 
         A block without any reference left is cached or free at once, or with `fenced` in flight until `settle`.
         """
-        refs, fences, keys = self._refs, self._fences, self._keys
+        refs, fences = self._refs, self._fences
         if block_ids and min(map(refs.__getitem__, block_ids)) < 1:
             raise ValueError(f"Got {block_ids = } but expected blocks with a reference")
         for block_id in reversed(block_ids):
@@ -162,10 +184,8 @@ class BlockPool:
                 self.num_used -= 1
                 if fences[block_id]:
                     self.num_in_flight += 1
-                elif keys[block_id] is None:
-                    self._free.append(block_id)
                 else:
-                    self._cached[block_id] = None
+                    self._let_go(block_id)
 
     def settle(self, block_ids: Sequence[int]) -> None:
         """Drops one fence of each; ids may repeat. ValueError for a block without one.
@@ -173,17 +193,14 @@ class BlockPool:
         Give tables whole and head first, one after another: as in `release`, tails come before heads, also when
         several tables share a head. What settles together counts as used at the same time.
         """
-        refs, fences, keys = self._refs, self._fences, self._keys
+        refs, fences = self._refs, self._fences
         for block_id in reversed(block_ids):
             if fences[block_id] < 1:
                 raise ValueError(f"Got {block_id = } but expected a fenced block")
             fences[block_id] -= 1
             if fences[block_id] == 0 and refs[block_id] == 0:
                 self.num_in_flight -= 1
-                if keys[block_id] is None:
-                    self._free.append(block_id)
-                else:
-                    self._cached[block_id] = None
+                self._let_go(block_id)
 
     def publish(self, block_id: int, key: bytes) -> bool:
         """The block's content is known under `key` from now on; False, changing nothing, if another block has the key.
@@ -211,8 +228,8 @@ class BlockPool:
         self._keys[block_id] = None
         del self._index[key]
         if self._refs[block_id] == 0 and self._fences[block_id] == 0:
-            del self._cached[block_id]
-            self._free.append(block_id)
+            self._uncache(block_id)
+            self._let_go(block_id)
 
     def flush(self) -> int:
         """Forgets every key, so that cached blocks are free; how many keys there were. Counts as no eviction."""
@@ -220,8 +237,9 @@ class BlockPool:
         for block_id in self._index.values():
             self._keys[block_id] = None
         self._index.clear()
-        self._free.extend(self._cached)
-        self._cached.clear()
+        for block_id in list(self._cached):
+            self._uncache(block_id)
+            self._let_go(block_id)
         return num_keys
 
     def lookup(self, key: bytes) -> int | None:
@@ -234,6 +252,10 @@ class BlockPool:
     def key_of(self, block_id: int) -> bytes | None:
         """The key that the block's content is known under; None without."""
         return self._keys[block_id]
+
+    def owner_of(self, block_id: int) -> bytes:
+        """Who holds the block, or held it last; empty where no shares are counted."""
+        return b"" if self.shares is None else self.shares.owner_of(block_id)
 
     def num_refs(self, block_id: int) -> int:
         """References to the block."""
@@ -253,7 +275,7 @@ class BlockPool:
         return list(self._free)
 
     def cached_ids(self) -> list[int]:
-        """The cached blocks in the order of eviction, promised blocks included; for checks."""
+        """The cached blocks, least recently used first, promised blocks included; for checks."""
         return list(self._cached)
 
     def ref_counts(self) -> list[int]:
@@ -272,17 +294,46 @@ class BlockPool:
         """Where `lookup` finds which key; for checks and inventories."""
         return self._index.copy()
 
-    def _evict(self, num_blocks: int, evicted: list[tuple[int, bytes]] | None) -> list[int]:
-        """Takes the least recently used cached blocks, which must be there, out of the cache."""
+    def _let_go(self, block_id: int) -> None:
+        """Nobody refers to the block any more: it is cached if its content is known, or free."""
+        shares = self.shares
+        if self._keys[block_id] is None:
+            self._free.append(block_id)
+            if shares is not None:
+                shares.freed(block_id)
+        else:
+            self._cached[block_id] = None
+            if shares is not None:
+                shares.cached(block_id)
+
+    def _uncache(self, block_id: int) -> None:
+        del self._cached[block_id]
+        if self.shares is not None:
+            self.shares.uncached(block_id)
+
+    def _next_to_go(self) -> int:
+        """The cached block to evict next."""
+        oldest = next(iter(self._cached))
+        first = None if self.shares is None else self.shares.first()
+        if first is None or first == oldest:
+            return oldest
+        self.num_share_evictions += 1
+        return first
+
+    def _evict(self, num_blocks: int, evicted: list[Evicted] | None) -> list[int]:
+        """Takes the cached blocks that are to go, which must be there, out of the cache."""
         block_ids = []
         for _ in range(num_blocks):
-            block_id, _none = self._cached.popitem(last=False)
+            block_id = self._next_to_go()
+            self._uncache(block_id)
             key = self._keys[block_id]
             assert key is not None
             self._keys[block_id] = None
             del self._index[key]
             block_ids.append(block_id)
             if evicted is not None:
-                evicted.append((block_id, key))
+                evicted.append(Evicted(block_id, key, self.owner_of(block_id)))
+            if self.shares is not None:
+                self.shares.freed(block_id)
         self.num_evictions += num_blocks
         return block_ids

@@ -9,19 +9,29 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cache_svc.blocks.pool import BlockPool
 from scheduler_svc.core.plan import StepPlan
+
+
+class Copy(NamedTuple):
+    """One block's."""
+
+    src: int
+    dst: int
+    key: bytes | None
+    """Of the content; None: nobody is to find it."""
 
 
 @dataclass(slots=True)
 class Transfer:
     """The copies of one plan, and whether all have finished."""
 
-    swap_outs: list[tuple[int, int, bytes | None]] = field(default_factory=list)
-    """Device block, host block, key of the content."""
-    swap_ins: list[tuple[int, int, bytes | None]] = field(default_factory=list)
-    """Host block, device block, key of the content."""
+    swap_outs: list[Copy] = field(default_factory=list)
+    """From the device to the host."""
+    swap_ins: list[Copy] = field(default_factory=list)
+    """From the host to the device."""
     is_done: bool = False
 
     def __bool__(self) -> bool:
@@ -54,24 +64,24 @@ class Copies:
         assert self._host is not None
         self._device.retain([src])
         self._host.retain([dst])
-        self.queued.swap_outs.append((src, dst, key))
+        self.queued.swap_outs.append(Copy(src, dst, key))
 
     def swap_in(self, src: int, dst: int, key: bytes | None) -> None:
         """Queues a copy of a host block to a device block, both referred to by the caller now."""
         assert self._host is not None
         self._host.retain([src])
         self._device.retain([dst])
-        self.queued.swap_ins.append((src, dst, key))
+        self.queued.swap_ins.append(Copy(src, dst, key))
 
     def write(self, plan: StepPlan) -> None:
         """Puts what is queued into the plan."""
         transfer = self.queued
         if not transfer:
             return
-        plan.swap_out_src = [src for src, _, _ in transfer.swap_outs]
-        plan.swap_out_dst = [dst for _, dst, _ in transfer.swap_outs]
-        plan.swap_in_src = [src for src, _, _ in transfer.swap_ins]
-        plan.swap_in_dst = [dst for _, dst, _ in transfer.swap_ins]
+        plan.swap_out_src = [copy.src for copy in transfer.swap_outs]
+        plan.swap_out_dst = [copy.dst for copy in transfer.swap_outs]
+        plan.swap_in_src = [copy.src for copy in transfer.swap_ins]
+        plan.swap_in_dst = [copy.dst for copy in transfer.swap_ins]
         self._under_way[plan.step_id] = transfer
         self.queued = Transfer()
 
@@ -81,10 +91,10 @@ class Copies:
         if transfer is None:
             return False
         assert self._host is not None
-        for src, dst, key in transfer.swap_outs:
-            _settle(self._device, src, self._host, dst, key)
-        for src, dst, key in transfer.swap_ins:
-            _settle(self._host, src, self._device, dst, key)
+        for copy in transfer.swap_outs:
+            _settle(self._device, self._host, copy)
+        for copy in transfer.swap_ins:
+            _settle(self._host, self._device, copy)
         self.num_swapped_out += len(transfer.swap_outs)
         self.num_swapped_in += len(transfer.swap_ins)
         transfer.is_done = True
@@ -101,25 +111,25 @@ class Copies:
         """What is copied under that key, or under any, is not to be found by it."""
         for transfer in (self.queued, *self._under_way.values()):
             for copies in (transfer.swap_outs, transfer.swap_ins):
-                copies[:] = [(src, dst, None if key in {None, known} else known) for src, dst, known in copies]
+                copies[:] = [copy._replace(key=None) if key in {None, copy.key} else copy for copy in copies]
 
     def device_refs(self) -> list[int]:
         """Device blocks that copies hold, once per copy."""
         transfers = [self.queued, *self._under_way.values()]
-        return [src for t in transfers for src, _, _ in t.swap_outs] + [
-            dst for t in transfers for _, dst, _ in t.swap_ins
+        return [copy.src for t in transfers for copy in t.swap_outs] + [
+            copy.dst for t in transfers for copy in t.swap_ins
         ]
 
     def host_refs(self) -> list[int]:
         """Host blocks that copies hold, once per copy."""
         transfers = [self.queued, *self._under_way.values()]
-        return [dst for t in transfers for _, dst, _ in t.swap_outs] + [
-            src for t in transfers for src, _, _ in t.swap_ins
+        return [copy.dst for t in transfers for copy in t.swap_outs] + [
+            copy.src for t in transfers for copy in t.swap_ins
         ]
 
 
-def _settle(source: BlockPool, src: int, target: BlockPool, dst: int, key: bytes | None) -> None:
-    if key is not None:
-        target.publish(dst, key)
-    source.release([src])
-    target.release([dst])
+def _settle(source: BlockPool, target: BlockPool, copy: Copy) -> None:
+    if copy.key is not None:
+        target.publish(copy.dst, copy.key)
+    source.release([copy.src])
+    target.release([copy.dst])

@@ -36,6 +36,7 @@ def check(
     if running is not None:
         stashes = [seq.stash.host_ids for seq in queued if seq.stash is not None]
         problems.extend(_check_running(running, pipeline_depth, stashes))
+        problems.extend(_check_owners(running.memory, sequences.values()))
     return problems
 
 
@@ -90,6 +91,17 @@ def _check_sequence(seq: Sequence) -> Iterable[str]:
         yield f"sequence {seq.seq_id}: {seq.num_planned} positions planned, {seq.table.num_slots} slots"
     if len(seq.token_ids) >= seq.token_limit:
         yield f"sequence {seq.seq_id}: {len(seq.token_ids)} tokens and still running, the limit is {seq.token_limit}"
+
+
+def _check_owners(memory: KvMemory, sequences: Iterable[Sequence]) -> Iterable[str]:
+    """What a sequence holds in either tier counts for its salt."""
+    for seq in sequences:
+        salt = seq.spec.cache_salt
+        held = [] if seq.table is None else [memory.device.owner_of(block_id) for block_id in seq.table.block_ids]
+        if memory.host is not None and seq.stash is not None:
+            held += [memory.host.owner_of(block_id) for block_id in seq.stash.host_ids]
+        if memory.device.shares is not None and held.count(salt) != len(held):
+            yield f"sequence {seq.seq_id}: some of its blocks count for another salt"
 
 
 def _check_lanes(running: RunningSet, listed: list[Sequence]) -> Iterable[str]:

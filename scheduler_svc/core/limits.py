@@ -32,6 +32,7 @@ class StepLimits:
     num_host_blocks: int
     costs: BlockCosts
     prefix_cache: bool
+    prefix_cache_share: float
     host_cache: HostCache
     preemption_mode: PreemptionMode
     model_fingerprint: str
@@ -41,6 +42,10 @@ class StepLimits:
     def token_limit(self) -> int:
         """Most tokens of one sequence: the context, and every token must have a slot in a pool of its own."""
         return min(self.max_model_len, self.num_blocks * self.block_size)
+
+    def most_per_salt(self, num_blocks: int) -> int | None:
+        """Cached blocks of a tier of that many that one salt keeps when others need room; None for no limit."""
+        return max(1, int(num_blocks * self.prefix_cache_share)) if self.prefix_cache_share < 1.0 else None
 
     def num_blocks_in(self, share: float) -> int:
         """Blocks that can be copied to the host tier in that share of the time that a full step of prompts takes.
@@ -62,6 +67,8 @@ def check_config(config: SchedulerConfig) -> None:
         raise ValueError(f"Got pipeline_depth = {config.pipeline_depth} but expected 1 to 4")
     if not 0.0 <= config.growth_reserve <= 1.0:
         raise ValueError(f"Got growth_reserve = {config.growth_reserve} but expected 0 to 1")
+    if not 0.0 < config.prefix_cache_share <= 1.0:
+        raise ValueError(f"Got prefix_cache_share = {config.prefix_cache_share} but expected a share above 0")
     if not 0.0 <= config.watermark < 1.0:
         raise ValueError(f"Got watermark = {config.watermark} but expected a share below 1")
 
@@ -86,6 +93,7 @@ def combine(config: SchedulerConfig, executor: ExecutorLimits) -> StepLimits:
         num_host_blocks=executor.num_host_blocks,
         costs=block_costs(executor),
         prefix_cache=config.prefix_cache,
+        prefix_cache_share=config.prefix_cache_share,
         host_cache=config.host_cache,
         preemption_mode=config.preemption_mode,
         model_fingerprint=executor.model_fingerprint,

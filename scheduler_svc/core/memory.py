@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence as Ids
 
-from cache_svc.blocks.pool import BlockPool
+from cache_svc.blocks.pool import BlockPool, Evicted
 from cache_svc.blocks.residency import ResidencySampler
 from scheduler_svc.core.copies import Copies, Transfer
 from scheduler_svc.core.limits import StepLimits
@@ -47,8 +47,9 @@ class KvMemory:
     )
 
     def __init__(self, limits: StepLimits, residency: ResidencySampler | None = None) -> None:
-        self.device = BlockPool(limits.num_blocks)
-        self.host = BlockPool(limits.num_host_blocks) if limits.num_host_blocks else None
+        self.device = BlockPool(limits.num_blocks, limits.most_per_salt(limits.num_blocks))
+        num_host_blocks = limits.num_host_blocks
+        self.host = BlockPool(num_host_blocks, limits.most_per_salt(num_host_blocks)) if num_host_blocks else None
         self.copies = Copies(self.device, self.host)
         self.now = 0.0
         """Seconds, of the verb that is at work; only the sampler of residency looks at it."""
@@ -78,15 +79,15 @@ class KvMemory:
         """Blocks that write-through has still to copy."""
         return len(self._behind)
 
-    def allocate(self, num_blocks: int, *, reserved: bool = False) -> list[int] | None:
+    def allocate(self, num_blocks: int, *, reserved: bool = False, owner: bytes = b"") -> list[int] | None:
         """As `BlockPool.allocate` on the device; content that must go for it may move to the host tier."""
-        evicted: list[tuple[int, bytes]] = []
-        block_ids = self.device.allocate(num_blocks, reserved=reserved, evicted=evicted)
-        for block_id, key in evicted:
+        evicted: list[Evicted] = []
+        block_ids = self.device.allocate(num_blocks, reserved=reserved, evicted=evicted, owner=owner)
+        for block_id, key, evicted_owner in evicted:
             if self._residency is not None:
                 self._residency.evicted(block_id, self.now)
             if self._keeps_evicted or key in self._behind:
-                self._keep(block_id, key)
+                self._keep(block_id, key, evicted_owner)
                 self._behind.pop(key, None)
         return block_ids
 
@@ -95,7 +96,7 @@ class KvMemory:
         for block_id, key in self.prefix.publish(seq, num_positions):
             if self._residency is not None:
                 self._residency.published(block_id, self.now)
-            if self._writes_through and not self._keep(block_id, key):
+            if self._writes_through and not self._keep(block_id, key, seq.spec.cache_salt):
                 self._behind[key] = None
 
     def catch_up(self) -> None:
@@ -108,7 +109,7 @@ class KvMemory:
             block_id = self.device.lookup(key)
             assert block_id is not None, "who loses its key is behind no more"
             is_promised = self.device.num_cached_in([block_id]) > self.device.num_allocatable
-            if is_promised or not self._keep(block_id, key):
+            if is_promised or not self._keep(block_id, key, self.device.owner_of(block_id)):
                 return
             del self._behind[key]
 
@@ -132,7 +133,7 @@ class KvMemory:
         there = [None if key is None else self.host.lookup(key) for key in keys]
         kept = [host_id for host_id in there if host_id is not None]
         self.host.retain(kept)
-        new = self.host.allocate(len(block_ids) - len(kept))
+        new = self.host.allocate(len(block_ids) - len(kept), owner=seq.spec.cache_salt)
         if new is None:
             self.host.release(kept)
             return None
@@ -168,7 +169,7 @@ class KvMemory:
         self._behind.clear()
         return self.device.flush() + (0 if self.host is None else self.host.flush())
 
-    def _keep(self, block_id: int, key: bytes) -> bool:
+    def _keep(self, block_id: int, key: bytes, owner: bytes) -> bool:
         """Queues a copy to the host tier, unless that has the content; False if the plan has no time or it no room."""
         host, copies = self.host, self.copies
         assert host is not None
@@ -176,7 +177,7 @@ class KvMemory:
             return True
         if len(copies.queued.swap_outs) >= self._most_kept:
             return False
-        host_ids = host.allocate(1)
+        host_ids = host.allocate(1, owner=owner)
         if host_ids is None:
             return False
         copies.swap_out(block_id, host_ids[0], key)

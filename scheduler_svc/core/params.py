@@ -60,6 +60,8 @@ class SchedulerConfig:
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
     prefix_cache: bool = True
     """Whether full blocks are kept under the hash of their tokens and found again by later prompts."""
+    prefix_cache_share: float = 0.5
+    """Share of a tier that cached blocks of one salt keep when others need room; 1: no limit. See `shares`."""
     host_cache: HostCache = HostCache.ON_EVICT
 
 

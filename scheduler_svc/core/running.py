@@ -176,7 +176,7 @@ class RunningSet:
         memory.use_again(hits)
         if memory.host is not None and seq.stash is None:
             memory.host.retain(need.host_ids)  # before blocks are taken: that may evict in the host tier
-        new = memory.allocate(need.num_blocks - len(hits))
+        new = memory.allocate(need.num_blocks - len(hits), owner=seq.spec.cache_salt)
         assert new is not None
         fresh, sources = iter(new), iter(need.host_ids)
         table = BlockTable(self.limits.block_size)
@@ -198,10 +198,10 @@ class RunningSet:
         self.memory.publish(seq, seq.num_settled)
         num_blocks = seq.table.num_missing(seq.num_planned + 1)
         if seq.num_reserved:
-            block_ids = self.memory.allocate(num_blocks, reserved=True)
+            block_ids = self.memory.allocate(num_blocks, reserved=True, owner=seq.spec.cache_salt)
             seq.num_reserved -= num_blocks
         else:
-            block_ids = self.memory.allocate(num_blocks)
+            block_ids = self.memory.allocate(num_blocks, owner=seq.spec.cache_salt)
         if block_ids is None:
             return False
         seq.grow(block_ids)

@@ -41,6 +41,9 @@ class SchedulerStats:
     evictions_total: int
     """Device blocks whose content was given up for other content."""
     host_evictions_total: int
+    share_evictions_total: int
+    """Those of the device whose salt had more than its share, and that were not the least recently used."""
+    host_share_evictions_total: int
     swapped_out_blocks_total: int
     """Blocks whose copy to the host tier has finished."""
     swapped_in_blocks_total: int
@@ -93,8 +96,10 @@ class Counters:
     submitted: int = 0
     finished: int = 0
     evictions: int = 0
-    """Of ended sessions, as the three below."""
+    """Of ended sessions, as those below."""
     host_evictions: int = 0
+    share_evictions: int = 0
+    host_share_evictions: int = 0
     swapped_out: int = 0
     swapped_in: int = 0
 
@@ -104,6 +109,8 @@ class Counters:
         return cls(
             evictions=memory.device.num_evictions,
             host_evictions=0 if memory.host is None else memory.host.num_evictions,
+            share_evictions=memory.device.num_share_evictions,
+            host_share_evictions=0 if memory.host is None else memory.host.num_share_evictions,
             swapped_out=memory.copies.num_swapped_out,
             swapped_in=memory.copies.num_swapped_in,
         )
@@ -113,6 +120,8 @@ class Counters:
         ended = self.of_session(memory)
         self.evictions += ended.evictions
         self.host_evictions += ended.host_evictions
+        self.share_evictions += ended.share_evictions
+        self.host_share_evictions += ended.host_share_evictions
         self.swapped_out += ended.swapped_out
         self.swapped_in += ended.swapped_in
 
@@ -143,6 +152,8 @@ def collect(waiting: WaitingQueue, running: RunningSet | None, counters: Counter
         host_blocks_cached=0 if host is None else host.num_cached,
         evictions_total=counters.evictions + now.evictions,
         host_evictions_total=counters.host_evictions + now.host_evictions,
+        share_evictions_total=counters.share_evictions + now.share_evictions,
+        host_share_evictions_total=counters.host_share_evictions + now.host_share_evictions,
         swapped_out_blocks_total=counters.swapped_out + now.swapped_out,
         swapped_in_blocks_total=counters.swapped_in + now.swapped_in,
         num_preemptions_total=counters.preemptions.total(),

@@ -6,6 +6,7 @@ anew each time, and finds the block to evict as the one with the smallest mark o
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -13,17 +14,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from cache_svc.blocks.invariants import check_pool
-from cache_svc.blocks.pool import BlockPool
+from cache_svc.blocks.pool import BlockPool, Evicted
 from tests.property.campaign import machine_settings, machine_time_limit
 
 KEYS = [bytes([number]) * 32 for number in range(7)]
 """So few that two blocks are often to be published under one key: as if somebody had forged a duplicate."""
+OWNERS = st.sampled_from([b"a", b"a", b"b", b"c"])
 
 
 class PoolMachine(RuleBasedStateMachine):
-    @initialize(num_blocks=st.integers(4, 8))
-    def start(self, num_blocks: int) -> None:
-        self.pool = BlockPool(num_blocks)
+    @initialize(num_blocks=st.integers(4, 8), most_per_owner=st.sampled_from([None, 1, 2, 4]))
+    def start(self, num_blocks: int, most_per_owner: int | None) -> None:
+        self.pool = BlockPool(num_blocks, most_per_owner)
+        self.most_per_owner = num_blocks if most_per_owner is None else most_per_owner
+        self.num_share_evictions = 0
+        self.owner: dict[int, bytes] = {}
+        """Of each block, who took it last."""
         self.tables: list[list[int]] = []
         self.fenced: list[list[int]] = []
         self.reserved = 0
@@ -52,38 +58,57 @@ class PoolMachine(RuleBasedStateMachine):
             else:
                 self.free_order.append(block_id)
 
+    def to_evict(self, count: int, num_taken: int, owner: bytes) -> list[int]:
+        """So many cached blocks: each time the least recently used of owners who hold too many, or else of all.
+
+        The owner counts as if it had the `num_taken` blocks already.
+        """
+        left = sorted(self.last_use, key=self.last_use.__getitem__)
+        held = [block_id for block_id in range(self.pool.num_blocks) if block_id not in self.free_order]
+        found = []
+        for _ in range(count):
+            sizes = Counter([owner] * num_taken + [self.owner[block_id] for block_id in held])
+            over = [block_id for block_id in left if sizes[self.owner[block_id]] > self.most_per_owner]
+            found.append((over or left)[0])
+            self.num_share_evictions += found[-1] != left[0]
+            left.remove(found[-1])
+            held.remove(found[-1])
+        return found
+
     @property
     def num_allocatable(self) -> int:
         return len(self.free_order) + len(self.last_use) - self.reserved
 
-    def taken(self, block_ids: list[int] | None, count: int, evicted: list[tuple[int, bytes]]) -> None:
-        """`count` blocks were given out: the free ones first, then the cached ones, least recently used first."""
-        oldest = sorted(self.last_use, key=self.last_use.__getitem__)[: max(0, count - len(self.free_order))]
+    def taken(self, block_ids: list[int] | None, count: int, evicted: list[Evicted], owner: bytes) -> None:
+        """`count` blocks were given out: the free ones first, then the cached ones that are to go."""
+        oldest = self.to_evict(max(0, count - len(self.free_order)), count, owner)
         assert block_ids == self.free_order[:count] + oldest
         key_of = {block_id: key for key, block_id in self.holder.items()}
-        assert evicted == [(block_id, key_of[block_id]) for block_id in oldest]
+        counts = self.pool.shares is not None
+        assert evicted == [(b, key_of[b], self.owner[b] if counts else b"") for b in oldest]
         del self.free_order[:count]
         for block_id in oldest:
             del self.last_use[block_id], self.holder[key_of[block_id]]
         self.num_evictions += len(oldest)
+        self.owner |= dict.fromkeys(block_ids, owner)
         self.tables.append(list(block_ids))
 
-    @rule(count=st.integers(0, 9))
-    def allocate(self, count: int) -> None:
+    @rule(count=st.integers(0, 9), owner=OWNERS)
+    def allocate(self, count: int, owner: bytes) -> None:
         can = count <= self.num_allocatable
         assert can == (count <= self.pool.num_allocatable)
-        evicted: list[tuple[int, bytes]] = []
-        block_ids = self.pool.allocate(count, evicted=evicted)
+        evicted: list[Evicted] = []
+        block_ids = self.pool.allocate(count, evicted=evicted, owner=owner)
         assert (block_ids is not None) == can
         if can:
-            self.taken(block_ids, count, evicted)
+            self.taken(block_ids, count, evicted, owner)
         else:
             assert evicted == []
 
-    @rule(data=st.data(), first=st.integers(0, len(KEYS) - 1), fenced=st.booleans())
-    def a_prompt_comes_and_goes(self, data: st.DataObject, first: int, fenced: bool) -> None:
+    @rule(data=st.data(), first=st.integers(0, len(KEYS) - 1), fenced=st.booleans(), owner=OWNERS)
+    def a_prompt_comes_and_goes(self, data: st.DataObject, first: int, fenced: bool, owner: bytes) -> None:
         """What fills the cache: without it, walks seldom get to where something is to be evicted."""
-        self.allocate(data.draw(st.integers(0, self.num_allocatable)))
+        self.allocate(data.draw(st.integers(0, self.num_allocatable)), owner)
         self.publish_chain(self.tables[-1], first)
         self.release_one(len(self.tables) - 1, fenced)
 
@@ -93,13 +118,14 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.reserve(count) == can
         self.reserved += count if can else 0
 
-    @rule(data=st.data(), take=st.booleans())
-    def use_a_reservation(self, data: st.DataObject, take: bool) -> None:
+    @rule(data=st.data(), take=st.booleans(), owner=OWNERS)
+    def use_a_reservation(self, data: st.DataObject, take: bool, owner: bytes) -> None:
         count = data.draw(st.integers(0, self.reserved))
         self.reserved -= count
         if take:
-            evicted: list[tuple[int, bytes]] = []
-            self.taken(self.pool.allocate(count, reserved=True, evicted=evicted), count, evicted)
+            evicted: list[Evicted] = []
+            block_ids = self.pool.allocate(count, reserved=True, evicted=evicted, owner=owner)
+            self.taken(block_ids, count, evicted, owner)
         else:
             self.pool.unreserve(count)
 
@@ -228,6 +254,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert pool.num_cached == len(self.last_use) - (self.reserved - from_free)
         assert pool.num_allocatable == self.num_allocatable
         assert pool.num_evictions == self.num_evictions
+        assert pool.num_share_evictions == self.num_share_evictions
 
     @invariant()
     def every_key_is_where_it_should_be(self) -> None:

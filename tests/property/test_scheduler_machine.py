@@ -47,6 +47,7 @@ configs = st.builds(
     max_queue_requests=st.just(12),
     preemption_mode=st.sampled_from(PreemptionMode),
     prefix_cache=st.sampled_from([True, True, False]),
+    prefix_cache_share=st.sampled_from([0.2, 0.5, 1.0]),
     host_cache=st.sampled_from(HostCache),
     growth_reserve=st.sampled_from([0.0, 1.0]),
 )

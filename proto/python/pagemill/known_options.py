@@ -63,6 +63,7 @@ KNOWN_OPTIONS = frozenset(
         "port",
         "preemption_mode",
         "prefix_cache",
+        "prefix_cache_share",
         "queue_policy",
         "ready_timeout_s",
         "reflection",

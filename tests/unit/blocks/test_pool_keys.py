@@ -6,7 +6,7 @@ import pytest
 
 from cache_svc.blocks.hashing import extend_chain, root_key
 from cache_svc.blocks.invariants import check_pool
-from cache_svc.blocks.pool import BlockPool
+from cache_svc.blocks.pool import BlockPool, Evicted
 
 A, B, C, D, E = (bytes([number]) * 32 for number in range(5))
 
@@ -27,11 +27,11 @@ def test_content_is_found_while_used_in_flight_and_cached_and_gone_when_evicted(
     assert (pool.lookup(A), pool.num_in_flight, pool.num_cached) == (block_id, 1, 0)
     pool.settle([block_id])
     assert (pool.lookup(A), pool.num_in_flight, pool.num_cached, pool.num_free) == (block_id, 0, 1, 1)
-    evicted: list[tuple[int, bytes]] = []
+    evicted: list[Evicted] = []
     assert pool.allocate(1, evicted=evicted) == [1]
     assert evicted == [], "a block without content goes first"
     assert pool.allocate(1, evicted=evicted) == [block_id]
-    assert evicted == [(block_id, A)]
+    assert evicted == [(block_id, A, b"")]
     assert (pool.lookup(A), pool.key_of(block_id), pool.num_evictions) == (None, None, 1)
 
 
@@ -55,9 +55,9 @@ def test_the_tail_of_a_table_is_evicted_before_its_head_also_when_two_share_it_a
     pool.release(first, fenced=True)
     pool.release(second, fenced=True)
     pool.settle([*first, *second])
-    evicted: list[tuple[int, bytes]] = []
+    evicted: list[Evicted] = []
     assert pool.allocate(5, evicted=evicted) is not None
-    assert [key for _, key in evicted] == [E, D, C, B, A]
+    assert [entry.key for entry in evicted] == [E, D, C, B, A]
 
 
 def test_a_prefix_is_never_evicted_before_what_depends_on_it() -> None:
@@ -161,9 +161,9 @@ def test_reserved_blocks_are_free_ones_first_and_then_cached_ones() -> None:
     assert pool.allocate(2) is None
     assert pool.allocate(1) == [2]
     assert (pool.num_free, pool.num_cached, pool.num_reserved, pool.num_allocatable) == (0, 0, 3, 0)
-    evicted: list[tuple[int, bytes]] = []
+    evicted: list[Evicted] = []
     assert pool.allocate(3, reserved=True, evicted=evicted) == [3, cached[1], cached[0]]
-    assert evicted == [(cached[1], B), (cached[0], A)]
+    assert [entry[:2] for entry in evicted] == [(cached[1], B), (cached[0], A)]
 
 
 def test_a_hit_never_takes_a_cached_block_that_is_promised() -> None:

@@ -12,7 +12,7 @@ from scheduler_svc.core.memory import KvMemory
 from scheduler_svc.core.params import ExecutorLimits, HostCache
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.sequence import Sequence
-from tests.unit.core.kv_samples import EXECUTOR, allocate, computed, copy, limits
+from tests.unit.core.kv_samples import EXECUTOR, allocate, computed, copy, limits, started
 
 # Copies
 
@@ -197,6 +197,18 @@ def test_nothing_is_kept_where_the_host_tier_has_no_room() -> None:
     memory.device.release([0, 1])
     assert memory.allocate(16) is not None
     assert memory.copies.is_idle
+
+
+def test_what_is_kept_counts_for_the_salt_of_its_content_not_for_who_drove_it_out() -> None:
+    memory = KvMemory(limits())
+    assert memory.host is not None
+    seq = started(1, list(range(8)), memory.allocate(2, owner=b"quiet") or [], cache_salt=b"quiet")
+    memory.publish(seq, 8)
+    memory.device.release([0, 1])
+    assert memory.allocate(16, owner=b"flood") is not None
+    copy(memory, 1)
+    kept = [memory.host.lookup(key) for key in seq.prefix.keys]
+    assert [memory.host.owner_of(host_id) for host_id in kept if host_id is not None] == [b"quiet"] * 2
 
 
 def write_through(executor: ExecutorLimits = TWO, num_positions: int = 28) -> tuple[KvMemory, Sequence]:

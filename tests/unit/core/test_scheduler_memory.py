@@ -21,6 +21,7 @@ from scheduler_svc.core.plan import NO_TOKEN, RowErrorCode, StepPlan, StepResult
 from scheduler_svc.core.preemption import Action, Reason
 from scheduler_svc.core.queued_hits import MAX_BLOCKS_PER_PLAN, MAX_KEYS_AT_SUBMIT
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import SequenceState
 
 CONFIG = SchedulerConfig(
     max_num_batched_tokens=32, max_num_seqs=4, max_prefill_chunk=16, pipeline_depth=1, growth_reserve=0.0
@@ -367,3 +368,48 @@ def test_write_through_copies_everything_in_the_end_when_nobody_asks_for_more() 
     assert num_plans > 5
     assert scheduler.schedule(0.0) is None
     assert scheduler.stats().blocks_cached == 10
+
+
+@pytest.mark.parametrize(("share", "num_cached"), [(0.5, 16), (1.0, 0)])
+@pytest.mark.parametrize("num_host_blocks", [0, 8])
+def test_one_salt_does_not_evict_what_another_keeps(share: float, num_cached: int, num_host_blocks: int) -> None:
+    executor = replace(EXECUTOR, num_host_blocks=num_host_blocks, prefill_tokens_per_s=1.0)
+    scheduler = attached(executor, prefix_cache_share=share)
+    submit(scheduler, 1, list(range(20)), 1, cache_salt=b"quiet")
+    finish(scheduler)
+    for number in range(2, 12):
+        submit(scheduler, number, list(range(number * 100, number * 100 + 20)), 1, cache_salt=b"flood")
+        finish(scheduler)
+    submit(scheduler, 99, list(range(20)), 1, cache_salt=b"quiet")
+    assert finish(scheduler)[99].num_cached_tokens == num_cached
+    assert (scheduler.stats().share_evictions_total > 0) == (share < 1.0)
+
+
+def test_the_host_tier_has_shares_of_its_own() -> None:
+    scheduler = attached(replace(EXECUTOR, num_host_blocks=40, prefill_tokens_per_s=1.0), prefix_cache_share=0.5)
+    submit(scheduler, 1, list(range(16)), 1, cache_salt=b"quiet")
+    finish(scheduler)
+    submit(scheduler, 2, list(range(100, 147)), 1, cache_salt=b"quiet")  # drives the first to the host tier
+    finish(scheduler)
+    assert scheduler.stats().host_blocks_cached == 4
+    for number in range(3, 12):
+        submit(scheduler, number, list(range(number * 100, number * 100 + 40)), 1, cache_salt=b"flood")
+        finish(scheduler)
+    assert scheduler.stats().host_share_evictions_total > 0
+    submit(scheduler, 99, list(range(17)), 1, cache_salt=b"quiet")
+    assert finish(scheduler)[99].num_cached_tokens == 16
+
+
+@pytest.mark.parametrize("mode", PreemptionMode)
+def test_whatever_a_sequence_gets_counts_for_its_salt(mode: PreemptionMode) -> None:
+    scheduler = attached(preemption_mode=mode)
+    submit(scheduler, 1, list(range(7)), 24, cache_salt=b"mine")
+    for num_steps in (4, 1):
+        for _ in range(num_steps):
+            step(scheduler)  # which checks the books
+        while scheduler._sequences[SeqId(1)].state is not SequenceState.RUNNING:
+            step(scheduler)
+        assert scheduler._session is not None
+        scheduler._session.preempter.preempt(scheduler._sequences[SeqId(1)], 1, Reason.MEMORY)
+        assert scheduler.check_invariants() == []
+    assert finish(scheduler)[1].num_preemptions == 2, "from then on it grows by what is promised to it"

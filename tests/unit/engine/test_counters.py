@@ -29,6 +29,7 @@ PUBLIC = {
     "pagemill_swapped_requests",
     "pagemill_startup_seconds",
     "pagemill_kv_evictions_total",
+    "pagemill_kv_share_evictions_total",
     "pagemill_prefix_cache_hits_total",
     "pagemill_prefix_cache_queries_total",
     "pagemill_swap_bytes_total",
