@@ -122,7 +122,8 @@ def test_perplexity_of_smollm2_stays_within_one_percent(demo_model: Path, monkey
     runner = load(demo_model, dtype="float32", kv_dtype="int8")
     ratio = perplexity(predict(runner, window)) / exact
     monkeypatch.setattr(int8_blocks, "_LARGEST", 7)
-    ratio_of_4_bits = perplexity(predict(runner, window)) / exact
+    coarse = load(demo_model, dtype="float32", kv_dtype="int8", attention="sdpa")  # the kernels do not look there
+    ratio_of_4_bits = perplexity(predict(coarse, window)) / exact
     found = f"perplexity {exact:.4f}; int8 x {ratio:.5f}; 4 bits x {ratio_of_4_bits:.5f}"
     assert 0.99 <= ratio <= 1.01, found
     assert ratio_of_4_bits > 1.05, found
