@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from math import ceil
 
 _MAX_BUCKETS = 96
+"""Enough for lengths below 2**47; they come as 32-bit numbers."""
 _GROWTH_OF_WEIGHT = 1.01
 """Each finished output counts this much more than the one before: the last hundred make up most of the picture."""
 _RESCALE_AT = 1e12
@@ -95,4 +96,4 @@ def peak_blocks(sequences: Iterable[tuple[float, int]], block_size: int) -> int:
 def _bucket(num_tokens: int) -> int:
     bits = num_tokens.bit_length()
     half = (num_tokens >> (bits - 2)) & 1 if bits > 1 else 0
-    return min(2 * bits + half, _MAX_BUCKETS - 1)
+    return 2 * bits + half

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from bisect import bisect_right
 from dataclasses import replace
 from math import inf, nan
 
@@ -117,3 +119,35 @@ def test_old_experience_fades_and_weights_do_not_overflow() -> None:
 )
 def test_the_peak_is_at_the_worst_moment_not_the_sum(sequences: list[tuple[float, int]], peak: int) -> None:
     assert peak_blocks(sequences, 4) == peak
+
+
+BORDERS = [1, *(half for power in range(1, 40) for half in (2**power, 3 * 2 ** (power - 1)))]
+"""Lengths at which a bucket begins."""
+
+
+def expected_remaining(history: list[tuple[int, bool]], num_tokens: int, limit: int) -> float:
+    """What `OutputLengths.remaining` should say, worked out from all outputs at once."""
+    weighed = [(1.01 ** (place - len(history) + 1), *output) for place, output in enumerate(history)]
+    most = max(0, limit - num_tokens)
+    at_limit = sum(weight for weight, _, ran_out in weighed if ran_out)
+    ran_out = (at_limit + 8) / (sum(weight for weight, _, _ in weighed) + 8)
+    bucket = bisect_right(BORDERS, num_tokens)
+    above = [(w, length) for w, length, limited in weighed if not limited and bisect_right(BORDERS, length) > bucket]
+    if not above:
+        return most
+    mean = sum(weight * length for weight, length in above) / sum(weight for weight, _ in above)
+    return ran_out * most + (1 - ran_out) * min(most, max(0.0, mean - num_tokens))
+
+
+def test_what_remains_is_the_weighted_mean_of_longer_outputs_over_thousands_of_them() -> None:
+    rng = random.Random(5)
+    lengths = OutputLengths()
+    history: list[tuple[int, bool]] = []
+    for number in range(3200):  # the weights have begun anew by then
+        output = (rng.choice([1, 2, 3, 5, 11, 12, 16, 40, 95, 96, 300]), rng.random() < 0.3)
+        history.append(output)
+        lengths.finished(output[0], at_limit=output[1])
+        if number % 400 == 5 or number > 3195:
+            for num_tokens, limit in ((0, 50), (1, 1000), (2, 9), (11, 400), (15, 400), (40, 41), (95, 200), (60, 20)):
+                found = lengths.remaining(num_tokens, limit)
+                assert found == pytest.approx(expected_remaining(history, num_tokens, limit), rel=1e-9, abs=1e-9)

@@ -126,3 +126,58 @@ def test_who_leaves_is_expected_no_more_and_only_by_itself() -> None:
     prefix.leave(first)
     assert prefix.expected_by() == []
     assert (first.prefix.num_published, first.prefix.num_expected) == (0, 0)
+
+
+def test_what_is_announced_ends_where_it_was_said_to_and_is_never_taken_back_by_less() -> None:
+    pool = BlockPool(8)
+    prefix = index(pool)
+    first = started(1, list(range(12)), allocate(pool, 3))
+    prefix.expect(first, 7)
+    assert (len(prefix.expected_by()), first.prefix.num_expected) == (1, 1), "the second block is not announced"
+    prefix.expect(first, 11)
+    prefix.expect(first, 4)
+    assert (len(prefix.expected_by()), first.prefix.num_expected) == (2, 2)
+    prefix.leave(first)
+    assert prefix.expected_by() == []
+
+
+def test_nobody_waits_for_what_comes_behind_a_prompt() -> None:
+    pool = BlockPool(8)
+    prefix = index(pool)
+    first = started(1, list(range(6)), allocate(pool, 3))
+    prefix.expect(first, 12)
+    assert len(prefix.expected_by()) == 1
+
+
+def test_what_is_published_is_published_once_and_stays_so() -> None:
+    pool = BlockPool(8)
+    prefix = index(pool)
+    first = started(1, list(range(12)), allocate(pool, 3))
+    assert [block_id for block_id, _ in prefix.publish(first, 8)] == [0, 1]
+    assert first.prefix.num_published == 2
+    assert prefix.publish(first, 5) == []
+    assert first.prefix.num_published == 2
+    pool.unpublish(0)
+    assert [block_id for block_id, _ in prefix.publish(first, 12)] == [2], "what lost its key does not get it back"
+
+
+def test_who_leaves_with_some_of_it_published_is_waited_for_no_more() -> None:
+    pool = BlockPool(8)
+    prefix = index(pool)
+    first = started(1, list(range(12)), allocate(pool, 3))
+    prefix.expect(first, 12)
+    prefix.publish(first, 4)
+    assert len(prefix.expected_by()) == 2
+    prefix.leave(first)
+    assert prefix.expected_by() == []
+    assert (first.prefix.num_published, first.prefix.num_expected) == (0, 0)
+
+
+def test_an_index_that_is_off_announces_and_publishes_nothing() -> None:
+    pool = BlockPool(8)
+    prefix = index(pool, is_on=False)
+    first = started(1, list(range(12)), allocate(pool, 3))
+    prefix.expect(first, 12)
+    assert prefix.expected_by() == []
+    assert prefix.publish(first, 12) == []
+    assert pool.index() == {}
