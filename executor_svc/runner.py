@@ -23,6 +23,7 @@ from executor_svc.models.layers import packs_bfloat16
 from executor_svc.models.registry import load_model
 from executor_svc.native.library import Library, NativeError
 from executor_svc.native.library import load as load_library
+from executor_svc.native.verify import use_only_what_agrees
 from pagemill.logs import kv
 from pagemill.model_files import ModelInfo, read_model_info
 
@@ -141,6 +142,7 @@ def _kernels(attention: str) -> tuple[Library | None, str]:
         if attention == "native":
             raise AttentionError(f"attention backend native: {error}") from error
         return None, str(error)
+    use_only_what_agrees(library)
     return library, f"{'forced' if attention == 'native' else 'the fastest on CPUs'} ({library.isa})"
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from executor_svc.attention.base import AttentionError
 from executor_svc.native import library
-from executor_svc.native.library import NativeError, load, open_library
+from executor_svc.native.library import Library, NativeError, load, open_library
+from executor_svc.native.verify import use_only_what_agrees
 from executor_svc.runner import load as load_runner
 from tests.unit.modelfiles.gguf_writer import LLAMA_TENSORS, gguf, llama_metadata
 from tests.unit.native.builds import build
@@ -103,6 +106,38 @@ def test_without_the_library_torch_computes(tmp_path: Path, monkeypatch: pytest.
         assert "\n" not in str(error.value)
     finally:
         load.cache_clear()
+
+
+@pytest.mark.parametrize("broken", ["rms_norm", "silu_mul", "rope_store", "attend"])
+def test_an_instruction_set_that_computes_wrongly_is_not_used(broken: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Each kernel in turn does nothing, as if by a bug, on all instruction sets but the portable one."""
+    library = load()
+    best = next(name for name in ("avx512bf16", "avx512", "avx2", "portable") if _has(library, name))
+    if best == "portable":
+        pytest.skip("this CPU has the portable kernels only")
+    right = getattr(library, broken)
+
+    def wrong(*arguments: object) -> object:
+        return right(*arguments) if library.isa == "portable" else 0
+
+    library.use_isa(best)
+    use_only_what_agrees(library)
+    assert library.isa == best
+    assert not caplog.records
+    parts: dict[str, Any] = {broken: wrong}
+    doubtful = dataclasses.replace(library, **parts)
+    use_only_what_agrees(doubtful)
+    assert library.isa == "portable"
+    assert [r.message for r in caplog.records] == ["kernels disagree, the portable ones are used"]
+    library.use_isa(best)
+
+
+def _has(library: Library, name: str) -> bool:
+    try:
+        library.use_isa(name)
+    except NativeError:
+        return False
+    return True
 
 
 def test_an_instruction_set_this_cpu_has_not() -> None:
