@@ -57,8 +57,7 @@ class PriorityClasses:
         return seq
 
     def put_back(self, seq: Sequence) -> None:
-        """Undoes the pop."""
-        self.rank_in_front(seq)
+        """Undoes the pop; who has come to the front since must have its rank."""
         self._class(seq).put_back(seq)
         self._num_waiting += 1
 

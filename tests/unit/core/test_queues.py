@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from cache_svc.blocks.table import BlockTable
 from scheduler_svc.core.params import QueuePolicy, SeqId, SequenceSpec
 from scheduler_svc.core.queue_orders import OLDEST_TURN, Fifo, QueueOrder, ResponseRatio
 from scheduler_svc.core.queues import WaitingQueue
@@ -163,9 +164,9 @@ def test_who_is_found_to_have_less_to_compute_moves_to_where_it_belongs() -> Non
     sequences = [seq(1, 1000), seq(2, 100), seq(3, 1010), seq(4, 900)]
     queue = filled(QueuePolicy.LENGTH_AWARE, *sequences)
     queue.shorten(sequences[2], 3)
-    queue.shorten(sequences[3], 800)
-    assert queue.num_tokens == 1000 + 100 + 3 + 800
-    assert pop_all(queue, now=0.0) == [3, 2, 1, 4], "the last stays behind the first, whose bucket it shares"
+    queue.shorten(sequences[0], 800)
+    assert queue.num_tokens == 800 + 100 + 3 + 900
+    assert pop_all(queue, now=0.0) == [3, 2, 1, 4], "the first keeps its place before the last in the bucket they share"
     assert queue.num_tokens == 0
 
 
@@ -184,3 +185,24 @@ def test_who_is_in_front_stays_there_when_it_is_shorter() -> None:
     queue.shorten(sequences[1], 1)
     queue.remove(sequences[1])
     assert (pop_all(queue), queue.num_tokens) == ([1], 0)
+
+
+def test_who_came_to_the_front_earlier_is_ahead_also_after_it_was_looked_at_and_put_back() -> None:
+    first, second, third = seq(1), seq(2), seq(3)
+    first.in_front = second.in_front = third.in_front = True
+    queue = filled(QueuePolicy.FCFS, first, second)
+    popped = [sequence for _ in range(2) if (sequence := queue.pop(0.0)) is not None]
+    queue.push(third)  # it made room meanwhile
+    queue.put_back(popped)
+    assert pop_all(queue) == [1, 2, 3]
+
+
+def test_who_has_run_since_comes_to_the_front_behind_those_who_wait_there() -> None:
+    first, second = seq(1), seq(2)
+    first.in_front = second.in_front = True
+    queue = filled(QueuePolicy.FCFS, first, second)
+    assert queue.pop(0.0) is first
+    first.start(0, BlockTable(4), 0, 0, 0.0)
+    first.requeue()
+    queue.push(first)
+    assert pop_all(queue) == [2, 1]

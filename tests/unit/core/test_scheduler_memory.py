@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_svc.core import admission
+from scheduler_svc.core import admission, queued_hits
 from scheduler_svc.core.events import FinishedEvent, FinishReason
 from scheduler_svc.core.params import (
     ExecutorLimits,
@@ -239,6 +239,26 @@ def test_the_queue_orders_by_a_long_cached_prefix_too_though_it_is_looked_up_in_
     assert hits == [4 * MAX_KEYS_AT_SUBMIT, 4 * (MAX_KEYS_AT_SUBMIT + MAX_BLOCKS_PER_PLAN), 4 * num_blocks]
     order = list(finish(scheduler))
     assert order == ([4, 3] if policy is QueuePolicy.LENGTH_AWARE else [3, 4]), "2 tokens against 200"
+
+
+def test_one_plan_looks_up_only_so_much_and_nobody_who_has_left_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queued_hits, "MAX_KEYS_AT_SUBMIT", 1)
+    monkeypatch.setattr(queued_hits, "MAX_BLOCKS_PER_PLAN", 2)
+    scheduler = attached(max_num_seqs=1, queue_policy=QueuePolicy.LENGTH_AWARE)
+    submit(scheduler, 1, list(range(32)), 1)
+    finish(scheduler)
+    for number in (2, 3, 4):
+        submit(scheduler, number, [*range(32), 50 + number], 4)
+    assert scheduler.stats().queue_tokens == 3 * (33 - 4)
+    step(scheduler)  # 2 blocks more of the first, which then starts
+    assert scheduler.stats().queue_tokens == 2 * (33 - 4)
+    step(scheduler)
+    assert scheduler.stats().queue_tokens == (33 - 12) + (33 - 4)
+    assert len(finish(scheduler)) == 3
+    for number in (5, 6, 7):
+        submit(scheduler, number, [*range(12), 50 + number], 4)
+    step(scheduler)  # the first is done with, and starts
+    assert scheduler.stats().queue_tokens == 2 * (13 - 4)
 
 
 def test_who_waits_for_a_prefix_holds_up_nobody() -> None:
