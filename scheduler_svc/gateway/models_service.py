@@ -7,9 +7,9 @@ from typing import Any
 from pagemill.errors import PagemillError, Reason
 from pagemill.v1 import model_pb2 as pb
 from pagemill.v1 import model_pb2_grpc
+from scheduler_svc.gateway.limits import LIMITS
 from scheduler_svc.gateway.scheduler_client import SchedulerClient
 from scheduler_svc.gateway.service import InferenceService, ServedModel
-from scheduler_svc.gateway.validation import LIMITS
 
 _CAPABILITIES = (
     "text",

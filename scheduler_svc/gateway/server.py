@@ -20,6 +20,7 @@ from pagemill.v1 import admin_pb2_grpc, inference_pb2_grpc, model_pb2_grpc
 from scheduler_svc.gateway.admin_service import AdminService
 from scheduler_svc.gateway.chat import ChatTemplate
 from scheduler_svc.gateway.config import GatewaySettings
+from scheduler_svc.gateway.limits import LIMITS
 from scheduler_svc.gateway.link import AsyncLink, Identity
 from scheduler_svc.gateway.metrics import GatewayMetrics
 from scheduler_svc.gateway.models_service import ModelService
@@ -30,7 +31,6 @@ from scheduler_svc.gateway.scheduler_client import SchedulerClient
 from scheduler_svc.gateway.service import InferenceService, ServedModel
 from scheduler_svc.gateway.status import ErrorInterceptor
 from scheduler_svc.gateway.tokenizer import TextTokenizer, TokenizerPool
-from scheduler_svc.gateway.validation import LIMITS
 
 _log = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from pagemill.model_files import ModelInfo
 from pagemill.v1 import inference_pb2 as pb
 from pagemill.v1 import inference_pb2_grpc
 from scheduler_svc.gateway import validation
+from scheduler_svc.gateway.limits import ModelLimits
 from scheduler_svc.gateway.messages import OutputClock, delta, finished, num_cached
 from scheduler_svc.gateway.metrics import GatewayMetrics
 from scheduler_svc.gateway.output import Ending, EndKind, Output, StopRules
@@ -65,11 +66,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._registry = registry
         self._metrics = metrics
 
-    def limits(self) -> validation.ModelLimits:
+    def limits(self) -> ModelLimits:
         """What the model allows with the executor that is connected now."""
         most = self._model.max_model_len
         theirs = self._scheduler.status.max_model_len
-        return validation.ModelLimits(self._model.info.vocab_size, min(most, theirs) if theirs else most)
+        return ModelLimits(self._model.info.vocab_size, min(most, theirs) if theirs else most)
 
     # ---- Generate ----
 

@@ -1,6 +1,6 @@
 """Checks every field of a request before anything is allocated for it, and resolves its defaults.
 
-`LIMITS` is the one table of numbers. A field that this version does not implement is refused by name, never ignored;
+`limits` has the numbers. A field that this version does not implement is refused by name, never ignored;
 its neutral value (a penalty of 0, n of 1) changes nothing and is accepted. Range comes before support, so that a value
 which no version will ever accept is always INVALID_PARAMETER.
 """
@@ -15,48 +15,11 @@ from typing import Any
 
 from pagemill.errors import InvalidParameterError, PagemillError, Reason, Violation, invalid, unsupported
 from pagemill.v1 import inference_pb2 as pb
+from scheduler_svc.gateway.limits import LIMITS, ModelLimits
 
 _VISIBLE_ASCII = re.compile(r"[\x21-\x7e]*")
 ROLES = frozenset({"system", "user", "assistant", "tool", "developer", "function", "ipython"})
 """Roles that templates know. A list, because templates write the role into their control tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Caps that do not depend on the model."""
-
-    max_id_chars: int = 128
-    max_stop_strings: int = 4
-    max_stop_string_chars: int = 64
-    max_stop_token_ids: int = 64
-    max_outputs: int = 16
-    max_logprobs: int = 20
-    max_logit_bias: int = 300
-    max_logit_bias_abs: float = 100.0
-    max_allowed_token_ids: int = 1024
-    max_bad_words: int = 64
-    max_temperature: float = 100.0
-    max_priority: int = 1000
-    max_messages: int = 1024
-    max_name_chars: int = 64
-    prompt_bytes_per_token: int = 8
-    """A prompt may have this many bytes per token of context; real text has 3 to 5."""
-
-
-LIMITS = Limits()
-
-
-@dataclass(frozen=True, slots=True)
-class ModelLimits:
-    """Caps that the model sets."""
-
-    vocab_size: int
-    max_model_len: int
-
-    @property
-    def max_prompt_bytes(self) -> int:
-        """Largest prompt text in bytes of UTF-8."""
-        return LIMITS.prompt_bytes_per_token * self.max_model_len
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,13 @@ from pagemill.engine.v1.frontend_pb2 import StreamEnded
 from pagemill.engine.v1.sampling_pb2 import Sampling
 from pagemill.v1 import inference_pb2 as pb
 from scheduler_svc.gateway import messages
+from scheduler_svc.gateway.limits import ModelLimits
 from scheduler_svc.gateway.messages import OutputClock, delta, finished
 from scheduler_svc.gateway.metrics import GatewayMetrics
 from scheduler_svc.gateway.output import Ending, EndKind, Output, Piece, StopRules
 from scheduler_svc.gateway.streams import LiveStream, Replay
 from scheduler_svc.gateway.tokenizer import TextTokenizer
-from scheduler_svc.gateway.validation import ModelLimits, check_generate
+from scheduler_svc.gateway.validation import check_generate
 from tests.unit.gateway.tiny_tokenizer import byte_level_tokenizer
 
 TOKENIZER = TextTokenizer(byte_level_tokenizer())

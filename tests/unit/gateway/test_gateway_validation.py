@@ -8,7 +8,8 @@ import pytest
 
 from pagemill.errors import InvalidParameterError, PagemillError, Reason
 from pagemill.v1 import inference_pb2 as pb
-from scheduler_svc.gateway.validation import ModelLimits, check_generate, check_token_ids, resolve_max_tokens
+from scheduler_svc.gateway.limits import ModelLimits
+from scheduler_svc.gateway.validation import check_generate, check_token_ids, resolve_max_tokens
 
 V, L = 300, 64
 LIMITS = ModelLimits(V, L)
