@@ -22,9 +22,10 @@ from pagemill.engine.v1 import executor_pb2 as ex
 from pagemill.framing import Channel
 from pagemill.links import SendOutcome
 from pagemill.zmq_links import EXECUTOR_BOUND, Waiter, ZmqHub, ZmqPeer, new_identity
-from scheduler_svc.codec import decode_result, encode_plan, encode_tokens
 from scheduler_svc.core.params import SamplingSpec
 from scheduler_svc.core.plan import Admit, StepPlan
+from scheduler_svc.executor_codec import decode_result, encode_plan
+from scheduler_svc.gateway_codec import encode_tokens
 
 ROWS = 256
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pagemill.engine.v1 import frontend_pb2 as pb
+from scheduler_svc.audit import Audit
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.stats import SchedulerStats
 
@@ -11,19 +12,25 @@ MAX_LINES = 64
 MAX_LINE_CHARS = 300
 
 
-def found(violations: list[str]) -> pb.AdminReply:
-    """The reply with the findings of a check."""
+def answer(operation: int, core: Scheduler, audit: Audit, now: float) -> pb.AdminReply:
+    """The reply to a question of any number; without its id."""
+    if operation == pb.ADMIN_OPERATION_CHECK_INVARIANTS:
+        return _found(audit.check_unless_fresh(core, now))
+    if operation == pb.ADMIN_OPERATION_FLUSH_PREFIX_CACHE:
+        return pb.AdminReply(num_flushed_blocks=core.flush_prefix_cache())
+    if operation == pb.ADMIN_OPERATION_GET_LOAD:
+        return _load(core.stats())
+    return pb.AdminReply(error="this scheduler does not know the operation")
+
+
+def _found(violations: list[str]) -> pb.AdminReply:
+    """With the findings of a check."""
     lines = [line[:MAX_LINE_CHARS] for line in violations[:MAX_LINES]]
     return pb.AdminReply(violations=lines, num_violations=len(violations))
 
 
-def flushed(core: Scheduler) -> pb.AdminReply:
-    """Flush the prefix cache; the reply with what that was."""
-    return pb.AdminReply(num_flushed_blocks=core.flush_prefix_cache())
-
-
-def load(stats: SchedulerStats) -> pb.AdminReply:
-    """The reply with what there is to do."""
+def _load(stats: SchedulerStats) -> pb.AdminReply:
+    """With what there is to do."""
     report = pb.SchedulerLoad(
         queue_requests=stats.queue_requests,
         queue_tokens=stats.queue_tokens,

@@ -31,6 +31,7 @@ from scheduler_svc.executor_port import ExecutorPort
 from scheduler_svc.executor_session import Loss
 from scheduler_svc.gateway_port import GatewayPort
 from scheduler_svc.gateway_session import EarlyRefusal
+from scheduler_svc.grace import Grace
 from scheduler_svc.pressure import MemoryPressure
 from scheduler_svc.sessions import Clock, EpochSource, PauseMeter
 
@@ -91,11 +92,13 @@ class Engine:
             clock=clock,
             audit=self._audit,
         )
+        self._grace = Grace(
+            self.executors, self.gateways, grace_s=config.no_executor_grace_s, retry_after_ms=_UNKNOWN_RETRY_MS
+        )
         self._announced: tuple[object, ...] = ()
         self._num_stops = 0
         self._drain_until = 0.0
         self._core_faults = 0
-        self._grace_spent = False
 
     @property
     def core(self) -> Scheduler:
@@ -142,7 +145,7 @@ class Engine:
             paused_s = self._pauses.since_last(now)
             self.executors.tick(now, paused_s)
             self.gateways.tick(now, paused_s)
-            self._check_grace(now)
+            self._grace.check(now)
         self._check_books(now, sent)
         self._check_memory(now)
         self._announce()
@@ -230,13 +233,7 @@ class Engine:
 
     def admin(self, operation: int, now: float) -> pb.AdminReply:
         """As `Front.admin`."""
-        if operation == pb.ADMIN_OPERATION_CHECK_INVARIANTS:
-            return admin.found(self._audit.check_unless_fresh(self.core, now))
-        if operation == pb.ADMIN_OPERATION_FLUSH_PREFIX_CACHE:
-            return admin.flushed(self.core)
-        if operation == pb.ADMIN_OPERATION_GET_LOAD:
-            return admin.load(self.core.stats())
-        return pb.AdminReply(error="this scheduler does not know the operation")
+        return admin.answer(operation, self.core, self._audit, now)
 
     # Admission (Front)
 
@@ -244,27 +241,7 @@ class Engine:
         """As `Front.refuse_now`."""
         if self.phase is not Phase.SERVING:
             return EarlyRefusal(pb.STREAM_ERROR_DRAINING, "the scheduler is shutting down", _UNKNOWN_RETRY_MS)
-        if self.executors.session is None and self._is_grace_over(now):
-            return EarlyRefusal(pb.STREAM_ERROR_NO_EXECUTOR, self._no_executor_text(), _UNKNOWN_RETRY_MS)
-        return None
-
-    def _is_grace_over(self, now: float) -> bool:
-        return now - self.executors.absent_since >= self._config.no_executor_grace_s
-
-    def _no_executor_text(self) -> str:
-        return f"no executor has been connected for {self._config.no_executor_grace_s:g} s"
-
-    def _check_grace(self, now: float) -> None:
-        """Once per absence: what was queued in hope and has had no token ends. Streams that have, wait on."""
-        if self.executors.session is not None:
-            self._grace_spent = False
-        elif not self._grace_spent and self._is_grace_over(now):
-            self._grace_spent = True
-            text = self._no_executor_text()
-            ended = self.gateways.end_streams(
-                now, pb.STREAM_ERROR_NO_EXECUTOR, text, only_silent=True, retry_after_ms=_UNKNOWN_RETRY_MS
-            )
-            log.warning("no executor", extra=kv(grace_s=self._config.no_executor_grace_s, refused=ended))
+        return self._grace.refusal(now)
 
     def retry_after_ms(self) -> int:
         """As `Front.retry_after_ms`: queued tokens over the measured rate."""

@@ -19,15 +19,16 @@ from pagemill.framing import PROTOCOL, Channel
 from pagemill.links import HubLink, PeerId, SendOutcome
 from pagemill.logs import kv
 from scheduler_svc.audit import Audit
-from scheduler_svc.codec import WireError, decode_limits
 from scheduler_svc.config import EngineConfig
 from scheduler_svc.core.events import Event
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.counters import EngineCounters
+from scheduler_svc.executor_codec import decode_limits
 from scheduler_svc.executor_session import ExecutorSession, Loss, Strangers, state_name
 from scheduler_svc.plan_flow import PlanFlow
 from scheduler_svc.rates import ExecutorRates
 from scheduler_svc.sessions import Clock, EpochSource, peer_name, plain, refuse_hello
+from scheduler_svc.wire_checks import WireError
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 from pagemill.engine.v1 import frontend_pb2 as pb
 from pagemill.framing import Channel
 from pagemill.links import PeerId
-from scheduler_svc.codec import encode_tokens
 from scheduler_svc.core.events import TokensEvent
 from scheduler_svc.core.params import SeqId
+from scheduler_svc.gateway_codec import encode_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,17 +13,18 @@ from pagemill.engine.v1 import executor_pb2 as pb
 from pagemill.links import HubLink, SendOutcome
 from pagemill.logs import STEP_ID, kv
 from scheduler_svc.audit import Audit
-from scheduler_svc.codec import WireError, decode_result, encode_plan
 from scheduler_svc.core.events import Event
 from scheduler_svc.core.plan import StepStatus
 from scheduler_svc.core.preemption import Action, Reason
 from scheduler_svc.core.results import ResultMismatchError
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.counters import EngineCounters, RateMeter
+from scheduler_svc.executor_codec import decode_result, encode_plan
 from scheduler_svc.executor_session import ExecutorSession, SentPlan
 from scheduler_svc.explain import explain, explain_preemptions
 from scheduler_svc.rates import CopiedBytes
 from scheduler_svc.sessions import Clock, peer_name
+from scheduler_svc.wire_checks import WireError
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,10 @@ from pagemill.columns import pack
 from pagemill.engine.v1 import executor_pb2 as ex
 from pagemill.engine.v1 import frontend_pb2 as fe
 from pagemill.framing import PROTOCOL, Channel
-from scheduler_svc.codec import encode_plan, encode_tokens
 from scheduler_svc.core.params import SamplingSpec
 from scheduler_svc.core.plan import Admit, StepPlan
+from scheduler_svc.executor_codec import encode_plan
+from scheduler_svc.gateway_codec import encode_tokens
 
 # Changing one of these breaks executors and gateways of the version before: it needs a new protocol major.
 GOLDEN_PLAN = (

@@ -15,13 +15,13 @@ from typing import Any
 
 from pagemill.engine.v1 import executor_pb2 as pb
 from pagemill.links import SendOutcome
-from scheduler_svc.codec import decode_limits, decode_result, encode_plan
 from scheduler_svc.core.events import Event, FinishedEvent, FinishReason, TokensEvent
 from scheduler_svc.core.params import SamplingSpec, SchedulerConfig, SeqId, SequenceSpec
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.preemption import Action
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceState
+from scheduler_svc.executor_codec import decode_limits, decode_result, encode_plan
 from tests.oracles.base import Geometry, Lane
 from tests.oracles.expected import expected_output
 from tests.oracles.kv import KvExecutor

@@ -9,9 +9,9 @@ import pytest
 
 from pagemill.columns import unpack
 from pagemill.engine.v1 import executor_pb2 as pb
-from scheduler_svc.codec import encode_plan
 from scheduler_svc.core.params import SamplingSpec
 from scheduler_svc.core.plan import Admit, StepPlan
+from scheduler_svc.executor_codec import encode_plan
 from tests.oracles.base import Geometry, Pace
 from tests.oracles.direct import _NoLink
 from tests.oracles.expected import expected_output

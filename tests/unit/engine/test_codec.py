@@ -12,18 +12,12 @@ from pagemill.columns import pack, unpack
 from pagemill.engine.v1 import executor_pb2 as ex
 from pagemill.engine.v1 import frontend_pb2 as fe
 from pagemill.engine.v1.sampling_pb2 import Sampling
-from scheduler_svc.codec import (
-    WireError,
-    decode_limits,
-    decode_result,
-    decode_submit,
-    encode_ended,
-    encode_plan,
-    encode_refusal,
-)
 from scheduler_svc.core.events import FinishedEvent, FinishReason, Refusal, RefusalReason
 from scheduler_svc.core.params import ExecutorLimits, SamplingSpec, SeqId
 from scheduler_svc.core.plan import Admit, RowErrorCode, StepPlan, StepStatus
+from scheduler_svc.executor_codec import decode_limits, decode_result, encode_plan
+from scheduler_svc.gateway_codec import decode_submit, encode_ended, encode_refusal
+from scheduler_svc.wire_checks import WireError
 
 
 def test_every_column_of_a_plan_crosses() -> None:
