@@ -358,7 +358,7 @@ class OracleExecutor:
             self.copies.finish_through(self._needed)
         reply = self._batch(plan)
         self.copies.finish_due(self.clock() if self.pace.copy_block_s is not None else plan.step_id)
-        result = self._encode(plan.step_id, reply)
+        result = self._encode(plan, reply)
         result.finished_copy_steps.extend(self.copies.take_finished())
         return result
 
@@ -526,18 +526,18 @@ class OracleExecutor:
         lane.tokens += found[-1:]
         return found
 
-    def _encode(self, step_id: int, reply: Reply) -> pb.StepResult:
+    def _encode(self, plan: pb.StepPlan, reply: Reply) -> pb.StepResult:
         if reply.failed:
-            return pb.StepResult(step_id=step_id, status=pb.STEP_STATUS_FAILED)
+            return pb.StepResult(step_id=plan.step_id, status=pb.STEP_STATUS_FAILED)
         runs = [run or [-1] for run in reply.runs]
         counts = [len(run) for run in runs]
         return pb.StepResult(
-            step_id=step_id,
+            step_id=plan.step_id,
             status=pb.STEP_STATUS_ROW_ERRORS if reply.errors else pb.STEP_STATUS_OK,
             token_ids=pack([token_id for run in runs for token_id in run]),
             num_tokens=pack(counts) if any(count != 1 for count in counts) else b"",
             row_errors=[pb.RowError(row=row, code=code) for row, code in reply.errors.items()],
-            execute_us=round(self.step_s * 1e6),
+            execute_us=round(self._step_time(plan) * 1e6),
             num_mapped_blocks=len({block for lane in self.lanes.values() for block in lane.blocks}),
         )
 

@@ -320,5 +320,5 @@ def test_a_pace_makes_steps_and_copies_take_time() -> None:
         envelope = pb.ExecutorEnvelope(plan=encode_plan(plan))
         begun.append(oracle.begin(envelope, 10.0))
         assert oracle._step_time(envelope.plan) == pytest.approx(1.2 if plan is first else 0.0)
-        oracle.step(envelope)
+        assert oracle.step(envelope).execute_us == (1_200_000 if plan is first else 0)
     assert begun == [10.0, 14.0], "a plan without rows waits for its two blocks"
