@@ -40,7 +40,8 @@ class ExecutorSettings(ServiceSettings):
     device: Literal["cpu"] = Field(default="cpu", description="where the model runs; cpu is the only choice so far")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto",
-        description="type of weights and activations; auto: bfloat16 where this CPU computes it natively",
+        description="type of weights and activations; auto: bfloat16 where this CPU, or the compiled kernels on it,"
+        " compute it fast",
     )
     kv_dtype: Literal["auto", "int8", "bfloat16", "float32"] = Field(
         default="auto",

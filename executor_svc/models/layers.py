@@ -1,16 +1,17 @@
-"""The small parts that own models are made of: linear layers with weights packed for oneDNN, RMSNorm, SiLU.
+"""The small parts that own models are made of: linear layers with packed weights, RMSNorm, SiLU.
 
 With compiled kernels where there are some, else in plain torch.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 
 import torch
 from torch.nn import functional
 
-from executor_svc.native.library import CODES, Library
+from executor_svc.native.library import CODES, PANEL, Library, LinearCall
 
 
 @functools.cache
@@ -24,31 +25,63 @@ def packs_bfloat16() -> bool:
 class Linear:
     """y = x Wᵀ + b.
 
-    On bfloat16 CPUs the weight is kept only in oneDNN's own blocked layout, reordered once: 2 x faster at 1 to 4 rows,
-    1.3 x at 16, equal from 64 on (measured, torch 2.13). Elsewhere it is an ordinary dense weight.
+    bfloat16 weights are kept in one packed layout only: oneDNN's where the CPU multiplies bfloat16 (2 x faster than
+    dense at 1 to 4 rows, 1.3 x at 16, equal from 64 on; measured, torch 2.13), else that of the compiled kernels, where
+    there are some: torch computes bfloat16 several times slower than float32 there. All others stay dense.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, kernels: Library | None = None) -> None:
         self.out_features, self.in_features = weight.shape
-        self.nbytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
-        self._packed = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and packs_bfloat16()
-        self.packed_nbytes = weight.nbytes if self._packed else 0
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._packed else weight
         self._bias = bias
+        is_bfloat16 = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
+        self._onednn = is_bfloat16 and packs_bfloat16()
+        self._kernels = kernels if is_bfloat16 and not self._onednn else None
+        if self._onednn:
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        elif self._kernels is not None:
+            self._weight = torch.empty(-(-self.out_features // PANEL) * PANEL, self.in_features, dtype=weight.dtype)
+            self._kernels.pack_linear(weight.data_ptr(), self._weight.data_ptr(), self.in_features, self.out_features)
+        else:
+            self._weight = weight
+        self.packed_nbytes = weight.nbytes if self._weight is not weight else 0
+        self.nbytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(rows, in_features) to (rows, out_features)."""
-        if self._packed:
+        if self._kernels is not None:
+            return self._compute(self._kernels, x, None)
+        if self._onednn:
             out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
             return out
         return functional.linear(x, self._weight, self._bias)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual + y, the sum taken before rounding where weights are packed."""
-        if self._packed:
+        if self._kernels is not None:
+            return self._compute(self._kernels, x, residual)
+        if self._onednn:
             out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._weight, self._bias, "add")
             return out
         return residual + functional.linear(x, self._weight, self._bias)
+
+    def _compute(self, kernels: Library, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        rows = x.shape[0]
+        out = torch.empty(rows, self.out_features, dtype=x.dtype)
+        call = LinearCall(
+            x.data_ptr(),
+            self._weight.data_ptr(),
+            None if self._bias is None else self._bias.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            out.data_ptr(),
+            x.stride(0),
+            rows,
+            self.in_features,
+            self.out_features,
+            CODES[x.dtype],
+        )
+        if kernels.linear(ctypes.byref(call)) != 0:
+            raise MemoryError("no memory for the linear kernel's buffers")
+        return out
 
 
 class RmsNorm:

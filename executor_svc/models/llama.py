@@ -161,7 +161,7 @@ class LlamaModel:
         self._norm = loader.norm("model.norm", hidden, spec.rms_norm_eps)
         if spec.tied_embeddings:
             # Looking up rows needs the dense matrix, multiplying wants the packed one: the one weight held twice.
-            self._head = Linear(self._embedding)
+            self._head = Linear(self._embedding, kernels=kernels)
             loader.nbytes += self._head.packed_nbytes
         else:
             self._head = loader.linear([("lm_head", vocab)], hidden, bias=False)
@@ -212,6 +212,6 @@ class _Loader:
             if bias:
                 biases.append(torch.empty(size, dtype=self._dtype))
                 self._source.read_into(f"{name}.bias", biases[-1])
-        layer = Linear(weight, torch.cat(biases) if biases else None)
+        layer = Linear(weight, torch.cat(biases) if biases else None, self._kernels)
         self.nbytes += layer.nbytes
         return layer

@@ -7,7 +7,7 @@ import logging
 import torch
 
 from executor_svc.models.base import CausalLM
-from executor_svc.models.llama import ARCHITECTURES, LlamaModel, llama_spec
+from executor_svc.models.llama import ARCHITECTURES, LlamaModel, LlamaSpec, llama_spec
 from executor_svc.models.rope import UnsupportedModelError
 from executor_svc.native.library import Library
 from executor_svc.weights.source import open_source
@@ -17,21 +17,36 @@ from pagemill.model_files import ModelFormat, ModelInfo
 log = logging.getLogger(__name__)
 
 
+def has_own_implementation(info: ModelInfo) -> bool:
+    """Whether the own implementation runs it, and with it the compiled kernels."""
+    return _own_spec(info)[0] is not None
+
+
+def _own_spec(info: ModelInfo) -> tuple[LlamaSpec | None, str]:
+    """What the own implementation makes of the configuration, None if it cannot run it; and why."""
+    architecture = _architecture(info)
+    if architecture not in ARCHITECTURES:
+        return None, f"no own implementation of {architecture}"
+    try:
+        return llama_spec(info.config), "llama shape"
+    except UnsupportedModelError as error:
+        return None, str(error)
+
+
+def _architecture(info: ModelInfo) -> str:
+    return str((info.config.get("architectures") or ["none"])[0])
+
+
 def load_model(info: ModelInfo, dtype: torch.dtype, kernels: Library | None) -> CausalLM:
     """The model with its weights in memory, computing with `kernels` or, if None, with torch alone.
 
     Raises UnsupportedModelError or WeightError with one line. transformers is imported only if it is needed (seconds).
     """
-    architecture = str((info.config.get("architectures") or ["none"])[0])
-    reason = f"no own implementation of {architecture}"
-    if architecture in ARCHITECTURES:
-        try:
-            spec = llama_spec(info.config)
-        except UnsupportedModelError as error:
-            reason = str(error)
-        else:
-            log.info("model", extra=kv(architecture=architecture, implementation="own", reason="llama shape"))
-            return LlamaModel(spec, open_source(info), dtype, kernels)
+    architecture = _architecture(info)
+    spec, reason = _own_spec(info)
+    if spec is not None:
+        log.info("model", extra=kv(architecture=architecture, implementation="own", reason=reason))
+        return LlamaModel(spec, open_source(info), dtype, kernels)
     if info.format is ModelFormat.GGUF:
         raise UnsupportedModelError(f"{info.path.name}: {reason}; transformers runs only Hugging Face directories")
     log.info("model", extra=kv(architecture=architecture, implementation="transformers", reason=reason))

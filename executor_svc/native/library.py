@@ -16,12 +16,13 @@ from typing import Any
 
 import torch  # before the kernels: they then find its OpenMP loaded, and share its threads
 
-ABI = 1
+ABI = 2
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """PM_F32, PM_BF16, PM_I8."""
 TILE = 128
 """Positions of a context that are computed together; see PM_TILE."""
-ITEM_ROWS = 96
+PANEL = 16
+"""Outputs of a panel of packed weights; see `src/linear.h`."""
 
 _i32, _i64, _f32, _p = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -141,12 +142,31 @@ class Rope(ctypes.Structure):
     )
 
 
+class LinearCall(ctypes.Structure):
+    """`pm_linear`."""
+
+    _fields_ = (
+        ("x", _p),
+        ("weight", _p),
+        ("bias", _p),
+        ("residual", _p),
+        ("out", _p),
+        ("x_stride", _i64),
+        ("rows", _i64),
+        ("in_features", _i64),
+        ("out_features", _i64),
+        ("dtype", _i32),
+    )
+
+
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pm_plan_attention": (_i32, (_p, _p, _p, _i32, _p)),
     "pm_attend": (_i32, (_p,)),
     "pm_rope_store": (None, (_p,)),
     "pm_rms_norm": (None, (_p, _i64, _p, _p, _i64, _i64, _f32, _i32)),
     "pm_silu_mul": (None, (_p, _p, _i64, _i64, _i32)),
+    "pm_linear_forward": (_i32, (_p,)),
+    "pm_pack_linear": (None, (_p, _p, _i64, _i64)),
     "pm_abi": (_i32, ()),
     "pm_isa": (ctypes.c_char_p, ()),
     "pm_use_isa": (_i32, (ctypes.c_char_p,)),
@@ -164,6 +184,8 @@ class Library:
     rope_store: Callable[..., None]
     rms_norm: Callable[..., None]
     silu_mul: Callable[..., None]
+    linear: Callable[..., int]
+    pack_linear: Callable[..., None]
     num_threads: Callable[[], int]
     _isa: Callable[[], bytes]
     _use_isa: Callable[[bytes], int]
@@ -197,6 +219,8 @@ def open_library(path: Path) -> Library:
         rope_store=dll.pm_rope_store,
         rms_norm=dll.pm_rms_norm,
         silu_mul=dll.pm_silu_mul,
+        linear=dll.pm_linear_forward,
+        pack_linear=dll.pm_pack_linear,
         num_threads=dll.pm_num_threads,
         _isa=dll.pm_isa,
         _use_isa=dll.pm_use_isa,

@@ -88,6 +88,38 @@ PM_EXPORT void pm_silu_mul(const void *gate_up, void *out, int64_t rows, int64_t
   });
 }
 
+PM_EXPORT int32_t pm_linear_forward(const pm_linear *l) {
+  const int64_t panels = (l->out_features + PM_PANEL - 1) / PM_PANEL;
+  const int64_t inputs = l->dtype == PM_F32 ? 0 : (l->rows * l->in_features + 15) / 16 * 16;
+  const int64_t own = (l->in_features + PM_LINEAR_ROWS) * PM_PANEL;
+  const int threads = l->in_features * l->out_features < WORTH_SHARING ? 1 : omp_get_max_threads();
+  float *memory = (float *)aligned_alloc(64, (inputs + own * threads) * sizeof(float));
+  if (!memory) return -1;
+  const float *x = inputs ? memory : (const float *)l->x;
+  const int64_t stride = inputs ? l->in_features : l->x_stride;
+#pragma omp parallel num_threads(threads)
+  {
+    const int64_t n = omp_get_num_threads(), i = omp_get_thread_num();
+    if (inputs) isa->linear_inputs(*l, memory, l->rows * i / n, l->rows * (i + 1) / n);
+#pragma omp barrier
+    isa->linear(*l, x, stride, memory + inputs + own * i, panels * i / n, panels * (i + 1) / n);
+  }
+  free(memory);
+  return 0;
+}
+
+PM_EXPORT void pm_pack_linear(const void *dense, void *packed, int64_t in_features, int64_t out_features) {
+  const int64_t panels = (out_features + PM_PANEL - 1) / PM_PANEL;
+#pragma omp parallel for
+  for (int64_t p = 0; p < panels; ++p)
+    for (int64_t i = 0; i < in_features; ++i)
+      for (int64_t j = 0; j < PM_PANEL; ++j) {
+        const int64_t row = p * PM_PANEL + j;
+        ((uint16_t *)packed)[(p * in_features + i) * PM_PANEL + j] =
+            row < out_features ? ((const uint16_t *)dense)[row * in_features + i] : 0;
+      }
+}
+
 PM_EXPORT int32_t pm_abi(void) { return PM_ABI; }
 PM_EXPORT const char *pm_isa(void) { return isa->name; }
 PM_EXPORT int32_t pm_use_isa(const char *name) {

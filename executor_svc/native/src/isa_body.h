@@ -13,6 +13,8 @@ namespace JOIN(ISA_KERNELS, _impl) {
 #include "attention.h"
 
 #include "elementwise.h"
+
+#include "linear.h"
 }  // namespace
 
 const pm_isa_kernels ISA_KERNELS = {
@@ -22,4 +24,6 @@ const pm_isa_kernels ISA_KERNELS = {
     JOIN(ISA_KERNELS, _impl)::rope_store,
     JOIN(ISA_KERNELS, _impl)::rms_norm,
     JOIN(ISA_KERNELS, _impl)::silu_mul,
+    JOIN(ISA_KERNELS, _impl)::linear_inputs,
+    JOIN(ISA_KERNELS, _impl)::linear,
 };

@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #ifndef PM_ABI
-#define PM_ABI 1
+#define PM_ABI 2
 #endif
 
 // Whether the instruction sets of x86 are compiled beside the portable kernels. Tests build without.
@@ -122,6 +122,19 @@ PM_EXPORT void pm_rms_norm(const void *x, int64_t x_stride, const void *weight, 
                            float eps, int32_t dtype);
 // out = silu(gate) * up, (rows, size) each; gate and up lie side by side, rows 2 * size elements apart.
 PM_EXPORT void pm_silu_mul(const void *gate_up, void *out, int64_t rows, int64_t size, int32_t dtype);
+
+// y = x W + bias + residual: x (rows, in_features) and out (rows, out_features) of `dtype`, rows of x x_stride elements
+// apart; weight as pm_pack_linear makes it, bias (out_features,) bf16 or null, residual like out or null.
+struct pm_linear {
+  const void *x, *weight, *bias, *residual;
+  void *out;
+  int64_t x_stride, rows, in_features, out_features;
+  int32_t dtype;
+};
+// 0: fine; negative: no memory for the threads' buffers.
+PM_EXPORT int32_t pm_linear_forward(const pm_linear *);
+// dense (out_features, in_features) bf16 to packed, which has room for out_features rounded up to a multiple of 16.
+PM_EXPORT void pm_pack_linear(const void *dense, void *packed, int64_t in_features, int64_t out_features);
 
 PM_EXPORT int32_t pm_abi(void);
 // The instruction set in use, and the choice of another for tests: 0 if this CPU has it, else negative.

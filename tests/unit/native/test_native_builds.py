@@ -30,7 +30,9 @@ from tests.unit.models.test_model_attention import run_case
 from tests.unit.models.test_model_prefixes import make_case
 from tests.unit.native.test_native_attention import SHARING
 from tests.unit.native.test_native_elementwise import (
-    test_int8_is_bit_for_bit_what_torch_stores, test_rms_norm, test_rotate_and_write, test_silu_mul)
+    test_int8_is_bit_for_bit_what_torch_stores, test_linear, test_rms_norm, test_rotate_and_write, test_silu_mul)
+from executor_svc.models import layers
+layers.packs_bfloat16 = lambda: False
 library = open_library(sys.argv[1])
 backend = NativeBackend(library)
 native.PREFIX_COST = 0
@@ -48,6 +50,8 @@ for dtype in (torch.float32, torch.bfloat16):
     for size in (1, 7, 577):
         test_rms_norm(library, dtype, size, 3)
         test_silu_mul(library, dtype, size, 3)
+    for rows in (1, 5, 97):
+        test_linear(library, dtype, True, 7, 33, rows)
 print("clean")
 """
 
