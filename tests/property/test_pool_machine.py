@@ -6,6 +6,7 @@ anew each time, and finds the block to evict as the one with the smallest mark o
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -26,7 +27,7 @@ class PoolMachine(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(4, 8), most_per_owner=st.sampled_from([None, 1, 2, 4]))
     def start(self, num_blocks: int, most_per_owner: int | None) -> None:
         self.pool = BlockPool(num_blocks, most_per_owner)
-        self.most_per_owner = num_blocks if most_per_owner is None else most_per_owner
+        self.most_per_owner = math.inf if most_per_owner is None else most_per_owner
         self.num_share_evictions = 0
         self.owner: dict[int, bytes] = {}
         """Of each block, who took it last."""
