@@ -188,7 +188,8 @@ class _Plan:
             ctypes.byref(pool), ctypes.byref(rows), ctypes.byref(groups.struct), threads, ctypes.byref(plan)
         )
         assert done == 0, "the bound above holds"
-        memory = workspace.take((max(1, plan.workspace_floats),), torch.empty(0))
+        # Held here too: another plan of the same step may need a larger workspace, which would free this one's memory.
+        self._memory = memory = workspace.take((max(1, plan.workspace_floats),), torch.empty(0))
         self.call = native.Attention(
             ctypes.pointer(pool),
             ctypes.pointer(rows),

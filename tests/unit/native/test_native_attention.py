@@ -213,6 +213,30 @@ def test_a_query_may_lie_in_memory_in_any_order(backend: NativeBackend) -> None:
     assert torch.equal(attend(backend, case), usual)
 
 
+def test_layers_with_and_without_a_window_take_turns(backend: NativeBackend) -> None:
+    """As in Gemma. The second plan of a step needs a larger workspace than the first; neither may be freed."""
+    case = make_case([Spec(1, 6000), Spec(1, 300), *[Spec(1, 300, 1, 16)] * 4], block_size=BLOCK)
+    windowed = AttentionOptions(window=1000)
+    torch.set_num_threads(4)
+    try:
+        fresh = NativeBackend(backend._library)  # with an empty workspace
+        step = begin(fresh, case)
+        step.write(0, case.kv)
+        first = step.attend(0, case.query, windowed)
+        assert case.error(step.attend(0, case.query)) < 4e-6
+        plans = [step._plan(HEADS, windowed=True), step._plan(HEADS, windowed=False)]
+        needs = [plan.call.plan.contents.workspace_floats for plan in plans]
+        assert 0 < needs[0] < needs[1]
+        for plan, need in zip(plans, needs, strict=True):
+            assert plan._memory.data_ptr() == plan.call.workspace
+            assert plan._memory.numel() >= need
+        others = [torch.zeros(need) for need in needs for _ in range(8)]  # would take what was freed
+        assert torch.equal(step.attend(0, case.query, windowed), first)
+        assert not any(other.any() for other in others)
+    finally:
+        torch.set_num_threads(2)
+
+
 def test_one_openmp_for_torch_and_the_kernels() -> None:
     """Two would each start a team of threads on the same cores."""
     torch.set_num_threads(3)
