@@ -106,6 +106,7 @@ class Suspects:
                     num_coming[seq.seq_id] = num_coming.get(seq.seq_id, 0) + (row not in plan.silent)
         records: dict[SeqId, _Record] = {}
         by_prompt: dict[bytes, _Record] = {}
+        gone: set[bytes] = set()
         for seq_id, seq in involved.items():
             is_here = seq_id in self._sequences
             before = self._record(seq) if is_here else self._absent.get(seq.spec.prompt_ids, now)
@@ -114,9 +115,11 @@ class Suspects:
             prompt = _digest(seq.spec.prompt_ids)
             by_prompt[prompt] = records[seq_id].worse(by_prompt.get(prompt))
             if not is_here:
-                self._absent.put(prompt, by_prompt[prompt], now)
+                gone.add(prompt)
             if num_deaths >= MAX_DEATHS:
                 self._refused.put(prompt, _REFUSAL, now)
+        for prompt in gone:  # only now: one death counts once, however many had the prompt
+            self._absent.put(prompt, by_prompt[prompt], now)
         lengths = {seq.prompt_len for seq in involved.values()}
         return self._blame(records, by_prompt, lengths)
 

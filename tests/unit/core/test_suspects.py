@@ -171,6 +171,20 @@ def test_all_who_share_the_prompt_share_the_blame() -> None:
     assert die(scheduler) == [(2, FinishReason.POISON)], "the first had its prompt"
 
 
+def test_one_death_counts_once_for_copies_that_were_cancelled_before_it() -> None:
+    scheduler = scheduler_with()
+    for number in (1, 2):
+        assert scheduler.submit(spec(number, prompt=5), 0.0) is None
+    rows(scheduler)  # one computes the prompt for both
+    answer(scheduler)
+    assert rows(scheduler) == {1, 2}
+    for number in (1, 2):
+        scheduler.cancel(SeqId(number), 0.0)
+    assert scheduler.submit(spec(7, prompt=5), 0.0) is None
+    assert die(scheduler) == []
+    assert scheduler.submit(spec(9, prompt=5), 0.0) is None
+
+
 def test_a_copy_in_the_queue_ends_with_the_one_that_is_poisonous() -> None:
     scheduler = Scheduler(replace(CONFIG, max_num_seqs=1))
     scheduler.attach_executor(EXECUTOR, 0.0)
