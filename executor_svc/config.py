@@ -50,8 +50,8 @@ class ExecutorSettings(ServiceSettings):
     )
     attention_backend: Literal["auto", "native", "sdpa"] = Field(
         default="auto",
-        description="native: compiled kernels, also for norms and rotation; sdpa: plain torch; auto: native where they"
-        " were compiled and serve the model",
+        description="native: compiled kernels, also for norms, rotation, SiLU and products with bfloat16 weights; sdpa:"
+        " plain torch throughout; auto: native where they were compiled and serve the model",
     )
     num_threads: int = Field(default=0, ge=0, le=1024, description="compute threads; 0: one per usable core")
     block_size: int = Field(default=16, ge=1, le=1024, description="token positions per KV block")

@@ -187,7 +187,8 @@ class _Plan:
         done = library.plan_attention(
             ctypes.byref(pool), ctypes.byref(rows), ctypes.byref(groups.struct), threads, ctypes.byref(plan)
         )
-        assert done == 0, "the bound above holds"
+        if done != 0:
+            raise RuntimeError("the attention plan exceeds its bound")
         # Held here too: another plan of the same step may need a larger workspace, which would free this one's memory.
         self._memory = memory = workspace.take((max(1, plan.workspace_floats),), torch.empty(0))
         self.call = native.Attention(

@@ -30,15 +30,25 @@ class Linear:
     there are some: torch computes bfloat16 several times slower than float32 there. All others stay dense.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, kernels: Library | None = None) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        kernels: Library | None = None,
+        *,
+        pack: bool = False,
+    ) -> None:
+        """`pack`: for the kernels also where oneDNN would do."""
         self.out_features, self.in_features = weight.shape
         self._bias = bias
         is_bfloat16 = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
-        self._onednn = is_bfloat16 and packs_bfloat16()
+        self._onednn = is_bfloat16 and packs_bfloat16() and not pack
         self._kernels = kernels if is_bfloat16 and not self._onednn else None
         if self._onednn:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
         elif self._kernels is not None:
+            weight = weight.contiguous()
+            self._bias = None if bias is None else bias.to(torch.bfloat16).contiguous()
             self._weight = torch.empty(-(-self.out_features // PANEL) * PANEL, self.in_features, dtype=weight.dtype)
             self._kernels.pack_linear(weight.data_ptr(), self._weight.data_ptr(), self.in_features, self.out_features)
         else:
@@ -66,6 +76,8 @@ class Linear:
 
     def _compute(self, kernels: Library, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         rows = x.shape[0]
+        x = x if x.stride(1) == 1 else x.contiguous()
+        residual = None if residual is None else residual.to(x.dtype).contiguous()
         out = torch.empty(rows, self.out_features, dtype=x.dtype)
         call = LinearCall(
             x.data_ptr(),

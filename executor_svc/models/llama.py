@@ -102,13 +102,16 @@ def _windows(config: dict[str, Any], family: str, layers: int) -> tuple[int | No
     window = config.get("sliding_window")
     if window is None or family == "llama" or (family != "mistral" and not config.get("use_sliding_window", False)):
         return (None,) * layers
+    window = _count(config, "sliding_window")
     if family == "mistral":
-        return (int(window),) * layers
+        return (window,) * layers
     kinds = config.get("layer_types")
     if kinds is None:  # as transformers derives them
         first = config.get("max_window_layers", 28)
         kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+    if len(kinds) != layers:
+        raise UnsupportedModelError(f"configuration: layer_types names {len(kinds)} layers of {layers}")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 class _Layer:

@@ -15,7 +15,7 @@ from executor_svc.attention.rotation import HeadNorms, Rotation
 from executor_svc.batch import Batch
 from executor_svc.kv.geometry import KvGeometry
 from executor_svc.kv.pool import KvPool
-from executor_svc.models.layers import RmsNorm, SiluMul
+from executor_svc.models.layers import Linear, RmsNorm, SiluMul
 from executor_svc.native.library import Library
 from pagemill.logs import kv
 
@@ -80,4 +80,8 @@ def _results(library: Library, dtype: torch.dtype, kv_dtype: torch.dtype) -> tor
         out += [query, step.attend(0, query)]
     x, weight = normal(9, 214), normal(214)
     out += [RmsNorm(weight, 1e-5, library)(x), SiluMul(library)(x)]
+    dense, bias = normal(37, 214).to(torch.bfloat16) / 15, normal(37).to(torch.bfloat16)
+    linear = Linear(dense, bias, library, pack=True)
+    for rows in (2, 40):  # panels widened on the way, and once for all
+        out.append(linear.add_to(normal(rows, 37), normal(rows, 214)))
     return torch.cat([result.float().flatten() for result in out])

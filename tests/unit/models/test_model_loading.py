@@ -11,6 +11,7 @@ import torch
 
 from executor_svc.attention.base import AttentionError
 from executor_svc.batch import Batch, ModelRunner
+from executor_svc.models.llama import llama_spec
 from executor_svc.models.rope import UnsupportedModelError
 from executor_svc.runner import load, usable_cpus
 from executor_svc.weights.gguf_source import gguf_name
@@ -91,3 +92,28 @@ def test_names_of_llama_cpp() -> None:
 
 def test_threads_never_exceed_what_the_process_may_use() -> None:
     assert 1 <= usable_cpus() <= len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("window", "kinds", "why"),
+    [
+        (-1, ["sliding_attention"] * 2, "sliding_window must be a positive number"),
+        (0, ["sliding_attention"] * 2, "sliding_window must be a positive number"),
+        (True, ["sliding_attention"] * 2, "sliding_window must be a positive number"),
+        (4, ["sliding_attention"], "layer_types names 1 layers of 2"),
+    ],
+)
+def test_windows_that_make_no_sense_are_refused(window: object, kinds: list[str], why: str) -> None:
+    config = {
+        "architectures": ["Qwen2ForCausalLM"], "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32,
+        "num_hidden_layers": 2, "vocab_size": 4, "max_position_embeddings": 64, "intermediate_size": 8,
+        "use_sliding_window": True, "sliding_window": window, "layer_types": kinds,
+    }  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match=why):
+        llama_spec(config)
+    assert llama_spec(
+        config | {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}
+    ).windows == (
+        None,
+        4,
+    )

@@ -45,6 +45,7 @@ for kv_dtype in (torch.float32, torch.bfloat16, torch.int8):
         assert case.error(step.attend(0, case.query)) < 0.04
         rows = [(1, 1), (7, 7), (300, 340)]
         assert run_case(backend, rows, dtype=dtype, kv_dtype=kv_dtype, dim=48, block_size=3) < 0.04
+        assert run_case(backend, rows, dtype=dtype, kv_dtype=kv_dtype, heads=130, kv_heads=1) < 0.04
         test_rotate_and_write(library, dtype, kv_dtype, 80, 3, True, 9)
 for dtype in (torch.float32, torch.bfloat16):
     test_int8_is_bit_for_bit_what_torch_stores(library, dtype)
@@ -113,7 +114,7 @@ def test_without_the_library_torch_computes(tmp_path: Path, monkeypatch: pytest.
         load.cache_clear()
 
 
-@pytest.mark.parametrize("broken", ["rms_norm", "silu_mul", "rope_store", "attend"])
+@pytest.mark.parametrize("broken", ["rms_norm", "silu_mul", "rope_store", "attend", "linear"])
 def test_an_instruction_set_that_computes_wrongly_is_not_used(broken: str, caplog: pytest.LogCaptureFixture) -> None:
     """Each kernel in turn gives zeros, as if by a bug, on all instruction sets but the portable one."""
     library = load()
@@ -133,6 +134,9 @@ def test_an_instruction_set_that_computes_wrongly_is_not_used(broken: str, caplo
             case "attend":
                 call = arguments[0]._obj
                 ctypes.memset(call.out, 0, 2 * call.num_tokens * call.query_stride)
+            case "linear":
+                call = arguments[0]._obj
+                ctypes.memset(call.out, 0, 2 * call.rows * call.out_features)
         return 0
 
     library.use_isa(best)
