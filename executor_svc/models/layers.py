@@ -16,7 +16,7 @@ from executor_svc.native.library import CODES, PANEL, Library, LinearCall
 
 @functools.cache
 def packs_bfloat16() -> bool:
-    """Whether this CPU computes bfloat16 natively, so that bfloat16 is the default and oneDNN packing pays."""
+    """Whether this CPU computes bfloat16 natively, so that weights packed by oneDNN pay."""
     return bool(torch._C._has_mkldnn) and any(
         check() for check in (torch.cpu._is_avx512_bf16_supported, torch.cpu._is_amx_tile_supported)
     )
