@@ -49,8 +49,7 @@ class SchedulerSettings(ServiceSettings):
         default=256,
         ge=1,
         le=1_048_576,
-        description="tokens of one step, decode rows included; a cancelled request waits for the steps in flight, and "
-        "two of the default take about half a second on two CPU cores with a model of 135M parameters",
+        description="tokens of one step, decode rows included, where --max-step-ms leaves time for so many",
     )
     max_num_seqs: int = Field(
         default=64, ge=1, le=65_536, description="sequences running at once; the executor may lower it"
@@ -60,6 +59,13 @@ class SchedulerSettings(ServiceSettings):
         ge=1,
         le=1_048_576,
         description="prompt tokens of one sequence in one step, so that a long prompt leaves room for a short one",
+    )
+    max_step_ms: int = Field(
+        default=250,
+        ge=0,
+        le=600_000,
+        description="prompts are cut so that a step takes at most this by the executor's measured rates, decode rows "
+        "included: it bounds pauses between tokens, and a cancel waits for two steps; 0 for no limit",
     )
     queue_policy: Literal["fcfs", "priority", "length-aware"] = Field(
         default="length-aware",

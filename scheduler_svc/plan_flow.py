@@ -155,7 +155,7 @@ class PlanFlow:
         self._counters.swapped_bytes["in"] += done.back
         session.rates.copies(done, message.copy_us / 1e6)
         if is_alone and status is StepStatus.OK:
-            session.rates.step(plan.num_tokens, plan.row_num_tokens, message.execute_us / 1e6)
+            session.rates.step(plan.num_rows, plan.row_num_tokens, message.execute_us / 1e6)
         news = session.rates.take_news()
         if news is not None:
             self._owner.core.update_rates(news)

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from statistics import median
 
+from scheduler_svc.core.pace import LEAST_PROMPT_TOKENS, StepPace
 from scheduler_svc.core.params import ExecutorLimits
 
 NUM_SAMPLES = 15
@@ -22,9 +24,11 @@ LEAST_CHANGE = 0.1
 """Relative change below which the core keeps what it has, so that costs do not flicker."""
 
 PREFILL_SHARE = 0.75
-"""Least share of a step's tokens that must be parts of prompts: a step's time cannot be told apart by rows."""
+"""Least share of a step's tokens that must be parts of prompts, while nothing is known of its decode rows' time."""
 BUDGET_SHARE = 0.25
-"""Least share of the token budget: the fixed cost of a small step says nothing about the cost of a block."""
+"""Least share of the token budget, for the same while: the fixed cost of a small step is none of its tokens'."""
+LEAST_PROMPT_SHARE = 0.05
+"""Share of a step's time that parts of prompts have at least; decode rows alone may have taken longer another time."""
 LEAST_COPY_S = 200e-6
 """Shorter copies are mostly the cost of a call, and the wire counts microseconds."""
 
@@ -69,15 +73,33 @@ class ExecutorRates:
         self.limits = limits
         self._least_tokens = BUDGET_SHARE * min(max_tokens, limits.max_tokens)
         self._prefill = LearnedRate(limits.prefill_tokens_per_s)
+        self._decodes: list[LearnedRate] = []
+        """Steps per second, by the bit length of their number of decode rows."""
         self._out = LearnedRate(limits.swap_out_bytes_per_s)
         self._back = LearnedRate(limits.swap_in_bytes_per_s)
 
-    def step(self, num_tokens: int, row_num_tokens: list[int] | None, execute_s: float) -> None:
+    def step(self, num_rows: int, row_num_tokens: list[int] | None, execute_s: float) -> None:
         """A step without copies beside it took so long. `row_num_tokens`: as in the plan."""
-        if row_num_tokens is None or num_tokens < self._least_tokens:
+        counts = [count for count in row_num_tokens or () if count > 1]
+        num_decodes, num_prompt = num_rows - len(counts), sum(counts)
+        num_tokens = num_decodes + num_prompt
+        if not num_prompt:
+            self._decode_step(num_rows, execute_s)
             return
-        if sum(count for count in row_num_tokens if count > 1) >= PREFILL_SHARE * num_tokens:
+        decode_s = StepPace(0.0, 0.0, self._decode_step_s()).decode_s(num_decodes)
+        if decode_s and num_prompt >= LEAST_PROMPT_TOKENS:
+            self._prefill.add(num_prompt, max(execute_s - decode_s, LEAST_PROMPT_SHARE * execute_s))
+        elif not decode_s and num_tokens >= self._least_tokens and num_prompt >= PREFILL_SHARE * num_tokens:
             self._prefill.add(num_tokens, execute_s)
+
+    def _decode_step(self, num_rows: int, execute_s: float) -> None:
+        """A step of so many decode rows and nothing else."""
+        if num_rows:
+            self._decodes.extend(LearnedRate(0.0) for _ in range(num_rows.bit_length() - len(self._decodes)))
+            self._decodes[num_rows.bit_length() - 1].add(1, execute_s)
+
+    def _decode_step_s(self) -> tuple[float, ...]:
+        return tuple(1 / rate.value if rate.value else 0.0 for rate in self._decodes)
 
     def copies(self, done: CopiedBytes, seconds: float) -> None:
         """Copies took so long in all. Those of both directions together cannot be told apart."""
@@ -89,12 +111,20 @@ class ExecutorRates:
     def take_news(self) -> ExecutorLimits | None:
         """The limits with what has been learned; None where no figure has moved enough since the last time."""
         old, prefill, out, back = self.limits, self._prefill.value, self._out.value, self._back.value
-        pairs = (
+        decodes = self._decode_step_s()
+        pairs = [
             (old.prefill_tokens_per_s, prefill),
             (old.swap_out_bytes_per_s, out),
             (old.swap_in_bytes_per_s, back),
-        )
+            *zip_longest(old.decode_step_s, decodes, fillvalue=0.0),
+        ]
         if all(abs(new - known) <= LEAST_CHANGE * known for known, new in pairs):
             return None
-        self.limits = replace(old, prefill_tokens_per_s=prefill, swap_out_bytes_per_s=out, swap_in_bytes_per_s=back)
+        self.limits = replace(
+            old,
+            prefill_tokens_per_s=prefill,
+            swap_out_bytes_per_s=out,
+            swap_in_bytes_per_s=back,
+            decode_step_s=decodes,
+        )
         return self.limits

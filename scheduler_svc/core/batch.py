@@ -35,17 +35,19 @@ class BatchBuilder:
         self._silent: set[int] = set()
         self._chunked: set[SeqId] = set()
         self._chunk_ends: list[tuple[Sequence, int]] = []
-        self.num_tokens_left = running.limits.max_tokens
+        self.num_tokens_left = 0
+        """Prompt tokens that the step has room and time for; to be had behind the decode rows."""
         self.num_prefill_tokens = 0
 
     def add_decodes(self) -> None:
         """One row for each decoding sequence that has a slot for its next position and may have another token."""
         step_id = self._plan.step_id
+        limits = self._running.limits
         self.rows = rows = [seq for seq in self._running.decoding if seq.num_planned < seq.horizon]
         for seq in rows:
             seq.num_planned += 1
             seq.last_step_id = step_id
-        self.num_tokens_left -= len(rows)
+        self.num_tokens_left = limits.pace.num_prompt_tokens(len(rows), limits.max_tokens - len(rows))
 
     def add_chunks(self, at_least: int | None) -> None:
         """A row for each prefilling sequence of at least that priority (None: any), as long as tokens are left.
@@ -78,7 +80,7 @@ class BatchBuilder:
         num_decodes = len(self.rows) - len(self._counts)
         lanes = [seq.lane for seq in self.rows]
         plan.num_rows = len(lanes)
-        plan.num_tokens = running.limits.max_tokens - self.num_tokens_left
+        plan.num_tokens = num_decodes + self.num_prefill_tokens
         is_all_single = plan.num_tokens == plan.num_rows
         plan.repeat_decode = bool(lanes) and is_all_single and lanes == running.last_row_lanes
         if not plan.repeat_decode:

@@ -8,6 +8,7 @@ from math import ceil, inf
 from cache_svc.blocks.geometry import blocks_for
 from scheduler_svc.core.costs import OVERLAP, BlockCosts, block_costs
 from scheduler_svc.core.events import Refusal, RefusalReason
+from scheduler_svc.core.pace import StepPace, step_pace
 from scheduler_svc.core.params import ExecutorLimits, HostCache, PreemptionMode, SchedulerConfig
 
 _DEPTHS = range(1, 5)
@@ -31,6 +32,7 @@ class StepLimits:
     """Blocks that stay free at admission, unless nothing runs."""
     num_host_blocks: int
     costs: BlockCosts
+    pace: StepPace
     prefix_cache: bool
     prefix_cache_share: float
     host_cache: HostCache
@@ -52,7 +54,8 @@ class StepLimits:
 
         0 where either rate is unknown. The batch waits for these copies, so they are not weighed by `OVERLAP`.
         """
-        step_s, copy_s = self.max_tokens / self.block_size * self.costs.recompute_s, self.costs.swap_out_s / OVERLAP
+        num_tokens = self.pace.num_prompt_tokens(0, self.max_tokens)
+        step_s, copy_s = num_tokens / self.block_size * self.costs.recompute_s, self.costs.swap_out_s / OVERLAP
         return int(min(share * step_s / copy_s, self.num_blocks)) if max(step_s, copy_s) < inf else 0
 
 
@@ -61,6 +64,8 @@ def check_config(config: SchedulerConfig) -> None:
     for name in ("max_num_batched_tokens", "max_num_seqs", "max_prefill_chunk", "max_queue_requests"):
         if getattr(config, name) < 1:
             raise ValueError(f"Got {name} = {getattr(config, name)} but expected at least 1")
+    if config.max_step_ms < 0:
+        raise ValueError(f"Got max_step_ms = {config.max_step_ms} but expected at least 0")
     if config.max_skip_ahead < 0:
         raise ValueError(f"Got max_skip_ahead = {config.max_skip_ahead} but expected at least 0")
     if config.pipeline_depth not in _DEPTHS:
@@ -92,6 +97,7 @@ def combine(config: SchedulerConfig, executor: ExecutorLimits) -> StepLimits:
         watermark_blocks=ceil(config.watermark * executor.num_device_blocks),
         num_host_blocks=executor.num_host_blocks,
         costs=block_costs(executor),
+        pace=step_pace(config.max_step_ms, executor),
         prefix_cache=config.prefix_cache,
         prefix_cache_share=config.prefix_cache_share,
         host_cache=config.host_cache,

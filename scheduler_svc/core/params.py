@@ -44,6 +44,8 @@ class SchedulerConfig:
     """Most sequences running at once."""
     max_prefill_chunk: int = 192
     """Most prompt tokens of one sequence in one step, so that a long prompt cannot take a whole step."""
+    max_step_ms: int = 250
+    """What a step may take by the rates the executor has shown; prompts are cut for it. 0: no limit. See `pace`."""
     queue_policy: QueuePolicy = QueuePolicy.LENGTH_AWARE
     max_skip_ahead: int = 8
     """How many sequences may be admitted past one that does not fit now, before admission waits for it."""
@@ -88,6 +90,8 @@ class ExecutorLimits:
     """Measured, host to device; 0: unknown."""
     prefill_tokens_per_s: float = 0.0
     """Measured; 0: unknown."""
+    decode_step_s: tuple[float, ...] = ()
+    """Item k: seconds of a step of 2^k to 2^(k+1) - 1 decode rows and nothing else; 0: unknown. No hello says it."""
     model_fingerprint: str = ""
     """Digest of configuration and weights; with `kv_dtype` it decides whose blocks are alike."""
     kv_dtype: str = ""

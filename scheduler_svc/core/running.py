@@ -18,6 +18,7 @@ from scheduler_svc.core.costs import BlockCosts
 from scheduler_svc.core.fences import Fences, LanePool
 from scheduler_svc.core.limits import StepLimits
 from scheduler_svc.core.memory import KvMemory
+from scheduler_svc.core.pace import StepPace
 from scheduler_svc.core.params import SeqId
 from scheduler_svc.core.plan import Admit, StepPlan
 from scheduler_svc.core.preemption import Victim, is_immune
@@ -81,9 +82,9 @@ class RunningSet:
         self._priorities: Counter[int] = Counter()
         self._has_leftovers = False
 
-    def reprice(self, costs: BlockCosts) -> None:
+    def reprice(self, costs: BlockCosts, pace: StepPace) -> None:
         """Copying and computing cost this from now on."""
-        self.limits = replace(self.limits, costs=costs)
+        self.limits = replace(self.limits, costs=costs, pace=pace)
         self.memory.reprice(self.limits)
 
     def __iter__(self) -> Iterator[Sequence]:

@@ -32,6 +32,7 @@ from scheduler_svc.core.events import Event, FinishReason, Refusal
 from scheduler_svc.core.invariants import check, check_counts
 from scheduler_svc.core.limits import check_config, combine, refuse_length
 from scheduler_svc.core.mapped import num_mapped_blocks
+from scheduler_svc.core.pace import step_pace
 from scheduler_svc.core.params import ExecutorLimits, QueuePolicy, SchedulerConfig, SeqId, SequenceSpec
 from scheduler_svc.core.plan import StepPlan, StepResult, StepStatus
 from scheduler_svc.core.preemption import Action, is_finishing
@@ -122,9 +123,9 @@ class Scheduler:
         return self._take_events()
 
     def update_rates(self, executor: ExecutorLimits) -> None:
-        """Weighs swapping and computing by these rates from now on. Without an executor nothing happens."""
+        """Weighs swapping and computing, and cuts prompts, by these rates from now on. Nothing without an executor."""
         if self._running is not None:
-            self._running.reprice(block_costs(executor))
+            self._running.reprice(block_costs(executor), step_pace(self.config.max_step_ms, executor))
 
     def detach_executor(self, now: float) -> list[Event]:
         """The executor is gone: what ran waits to be recomputed, plans in flight are forgotten. Idempotent."""

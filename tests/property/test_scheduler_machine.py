@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from scheduler_svc.core import pace
 from scheduler_svc.core.params import ExecutorLimits, HostCache, PreemptionMode, QueuePolicy, SchedulerConfig
 from scheduler_svc.core.plan import RowErrorCode
 from scheduler_svc.core.preemption import Action
@@ -31,7 +33,7 @@ def executor_limits(depth: int) -> st.SearchStrategy[ExecutorLimits]:
         bytes_per_block=st.just(1000),
         swap_out_bytes_per_s=st.sampled_from([0.0, 1e3, 1e6]),
         swap_in_bytes_per_s=st.sampled_from([0.0, 1e3, 1e6]),
-        prefill_tokens_per_s=st.sampled_from([0.0, 100.0]),
+        prefill_tokens_per_s=st.sampled_from([0.0, 20.0, 100.0]),
     )
 
 
@@ -40,6 +42,7 @@ configs = st.builds(
     max_num_batched_tokens=st.integers(1, 10),
     max_num_seqs=st.integers(1, 4),
     max_prefill_chunk=st.integers(1, 6),
+    max_step_ms=st.sampled_from([0, 0, 40, 250]),
     queue_policy=st.sampled_from(QueuePolicy),
     max_skip_ahead=st.integers(0, 3),
     watermark=st.sampled_from([0.0, 0.01, 0.3]),
@@ -73,6 +76,8 @@ class PressureMachine(RuleBasedStateMachine):
 
     @initialize(config=configs, data=st.data(), burst=st.sampled_from([1, 1, 3]), copy_lag=st.sampled_from([0, 0, 2]))
     def start(self, config: SchedulerConfig, data: st.DataObject, burst: int, copy_lag: int) -> None:
+        self.least = mock.patch.object(pace, "LEAST_PROMPT_TOKENS", 1)  # these steps are smaller than a real least
+        self.least.start()
         self.driver = Driver(config, burst=burst, copy_lag=copy_lag)
         self.limits = executor_limits(config.pipeline_depth)
         self.driver.attach(data.draw(self.limits))
@@ -122,6 +127,7 @@ class PressureMachine(RuleBasedStateMachine):
         driver = getattr(self, "driver", None)
         if driver is None:
             return
+        self.least.stop()
         if driver.executor is None:
             driver.attach(ExecutorLimits(2, 8, 4, 8, 20, 30))
         driver.drain(2000)
@@ -165,11 +171,18 @@ class LossMachine(PressureMachine):
         if step_id >= 1 and not any(result.step_id == step_id for result in driver.results):
             driver.apply_unexpected(step_id)
 
-    @rule(copies=st.sampled_from([0.0, 1e3, 1e6]), prefill=st.sampled_from([0.0, 100.0]))
-    def the_executor_turns_out_faster_or_slower(self, copies: float, prefill: float) -> None:
+    @rule(
+        copies=st.sampled_from([0.0, 1e3, 1e6]),
+        prefill=st.sampled_from([0.0, 20.0, 100.0]),
+        decode_step_s=st.sampled_from([(), (0.02, 0.1), (0.3,)]),
+    )
+    def the_executor_turns_out_faster_or_slower(
+        self, copies: float, prefill: float, decode_step_s: tuple[float, ...]
+    ) -> None:
         if (executor := self.driver.executor) is not None:
             limits = replace(executor.limits, swap_out_bytes_per_s=copies, swap_in_bytes_per_s=copies)
-            self.driver.scheduler.update_rates(replace(limits, prefill_tokens_per_s=prefill))
+            limits = replace(limits, prefill_tokens_per_s=prefill, decode_step_s=decode_step_s)
+            self.driver.scheduler.update_rates(limits)
             self.driver.check()
 
     @rule(data=st.data(), kind=st.sampled_from(["fail", "detach", "attach", "detach and attach", "death"]))

@@ -47,6 +47,7 @@ KNOWN_OPTIONS = frozenset(
         "max_queue_requests",
         "max_queue_tokens",
         "max_skip_ahead",
+        "max_step_ms",
         "max_streams_per_connection",
         "max_tokens",
         "memory_utilization",

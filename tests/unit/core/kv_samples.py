@@ -30,7 +30,8 @@ EXECUTOR = ExecutorLimits(
 
 
 def limits(executor: ExecutorLimits = EXECUTOR, **settings: object) -> StepLimits:
-    return combine(replace(SchedulerConfig(), **settings), executor)  # type: ignore[arg-type]
+    """Without a limit of a step's time, unless one is given."""
+    return combine(replace(SchedulerConfig(max_step_ms=0), **settings), executor)  # type: ignore[arg-type]
 
 
 def started(number: int, prompt: list[int], block_ids: list[int], **fields: object) -> Sequence:

@@ -9,6 +9,7 @@ import pytest
 from scheduler_svc.core.costs import block_costs
 from scheduler_svc.core.limits import combine
 from scheduler_svc.core.memory import KvMemory
+from scheduler_svc.core.pace import step_pace
 from scheduler_svc.core.params import ExecutorLimits, HostCache, SchedulerConfig, SeqId, SequenceSpec
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence
@@ -37,7 +38,7 @@ def test_a_scheduler_weighs_by_the_new_rates_and_nothing_else_changes() -> None:
     before = scheduler._running.limits
     scheduler.update_rates(replace(SLOW_COPIES, num_device_blocks=99, max_rows=1))
     after = scheduler._running.limits
-    assert after == replace(before, costs=block_costs(SLOW_COPIES))
+    assert after == replace(before, costs=block_costs(SLOW_COPIES), pace=step_pace(250, SLOW_COPIES))
     assert after.costs != before.costs
     assert scheduler.check_invariants() == []
 

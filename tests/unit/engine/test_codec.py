@@ -129,7 +129,7 @@ def test_everything_the_core_asks_of_an_executor_is_in_its_hello() -> None:
     message = hello(**rest)
     limits = decode_limits(message)
     assert {name: getattr(limits, name) for name in rest} == rest
-    for name in ExecutorLimits.__dataclass_fields__:
+    for name in ExecutorLimits.__dataclass_fields__.keys() - {"decode_step_s"}:  # learned only
         assert getattr(limits, name) == getattr(message, name), name
 
 

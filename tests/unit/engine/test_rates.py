@@ -8,9 +8,18 @@ import pytest
 
 from pagemill.engine.v1 import executor_pb2 as pb
 from scheduler_svc.core.costs import block_costs
+from scheduler_svc.core.pace import step_pace
 from scheduler_svc.core.params import ExecutorLimits, SchedulerConfig
 from scheduler_svc.core.preemption import Action
-from scheduler_svc.rates import LEAST_COPY_S, NUM_FIRST, NUM_SAMPLES, CopiedBytes, ExecutorRates, LearnedRate
+from scheduler_svc.rates import (
+    LEAST_COPY_S,
+    LEAST_PROMPT_SHARE,
+    NUM_FIRST,
+    NUM_SAMPLES,
+    CopiedBytes,
+    ExecutorRates,
+    LearnedRate,
+)
 from tests.oracles.base import Geometry
 from tests.oracles.kv import KvExecutor
 from tests.oracles.rig import LockstepRig
@@ -78,11 +87,13 @@ def test_an_unknown_figure_needs_a_few_samples_and_nothing_is_no_sample() -> Non
         (None, False),
     ],
 )
-def test_steps_of_mostly_prompts_count(row_num_tokens: list[int] | None, counts: bool) -> None:
+def test_steps_of_mostly_prompts_count_while_nothing_is_known_of_decode_rows(
+    row_num_tokens: list[int] | None, counts: bool
+) -> None:
     rates = ExecutorRates(LIMITS, 256)
     num_tokens = 64 if row_num_tokens is None else sum(row_num_tokens)
     for _ in range(NUM_SAMPLES):
-        rates.step(num_tokens, row_num_tokens, num_tokens / 200.0)
+        rates.step(len(row_num_tokens or [1] * 64), row_num_tokens, num_tokens / 200.0)
     assert learned(rates).prefill_tokens_per_s == pytest.approx(200.0 if counts else 1000.0)
 
 
@@ -102,19 +113,58 @@ def test_copies_count_by_direction_and_not_when_mixed_or_short() -> None:
 def test_news_are_told_once_and_only_when_they_matter() -> None:
     rates = ExecutorRates(LIMITS, 256)
     for _ in range(NUM_SAMPLES):
-        rates.step(950, [950], 1.0)
+        rates.step(1, [950], 1.0)
     assert rates.take_news() is None
     for _ in range(NUM_SAMPLES):
-        rates.step(890, [890], 1.0)
+        rates.step(1, [890], 1.0)
     assert rates.take_news() == rates.limits == replace(LIMITS, prefill_tokens_per_s=890)
     assert rates.take_news() is None
+    for _ in range(NUM_FIRST):
+        rates.step(3, None, 0.5)
+    assert rates.take_news() == rates.limits == replace(LIMITS, prefill_tokens_per_s=890, decode_step_s=(0.0, 0.5))
+    assert rates.take_news() is None
+
+
+def test_decode_steps_are_learned_by_the_size_of_their_batch() -> None:
+    rates = ExecutorRates(LIMITS, 256)
+    for num_rows, seconds in ((1, 0.1), (2, 0.2), (3, 0.2), (8, 0.8), (15, 0.8), (64, 3.0), (5, 0.5)):
+        for _ in range(NUM_FIRST - (num_rows == 5)):
+            rates.step(num_rows, None, seconds)
+    assert learned(rates).decode_step_s == pytest.approx((0.1, 0.2, 0.0, 0.8, 0.0, 0.0, 3.0))
+    rates.step(0, None, 9.0)  # only copies or releases
+    assert rates.take_news() is None
+
+
+@pytest.mark.parametrize("num_decodes", [0, 1, 8, 20])
+@pytest.mark.parametrize("num_prompt", [16, 40, 192])
+def test_prompts_have_what_decode_rows_leave_of_a_step(num_decodes: int, num_prompt: int) -> None:
+    rates = ExecutorRates(LIMITS, 256)
+    for num_rows in (1, 8):
+        for _ in range(NUM_FIRST):
+            rates.step(num_rows, None, 0.02 + 0.01 * num_rows)
+    fixed_s = {0: 0.03, 1: 0.03, 8: 0.1, 20: 0.1}[num_decodes]
+    for _ in range(NUM_SAMPLES):
+        rates.step(num_decodes + 1, [1] * num_decodes + [num_prompt], fixed_s + num_prompt / 400)
+        rates.step(num_decodes + 1, [1] * num_decodes + [15], 9.0)  # too few to tell
+    assert learned(rates).prefill_tokens_per_s == pytest.approx(400)
+
+
+def test_prompts_that_seem_to_cost_nothing_have_a_small_share() -> None:
+    rates = ExecutorRates(LIMITS, 256)
+    for _ in range(NUM_SAMPLES):
+        rates.step(4, None, 1.0)
+        rates.step(5, [1, 1, 1, 1, 50], 0.8)
+    assert learned(rates).prefill_tokens_per_s == pytest.approx(50 / (LEAST_PROMPT_SHARE * 0.8))
 
 
 class Slow(KvExecutor):
-    """Takes half a second for a step and a tenth for the copies that a result reports, whatever its hello says."""
+    """Takes a hundredth of a second for a step and for each of its tokens, and a tenth of one for the copies that a
+    result reports, whatever its hello says."""
+
+    def _step_time(self, plan: pb.StepPlan) -> float:
+        return 0.01 * (1 + sum(self._rows(plan)[1]))
 
     def results_to_send(self, result: pb.StepResult) -> list[pb.StepResult]:
-        result.execute_us = 500_000
         result.copy_us = 100_000 if result.finished_copy_steps else 0
         return [result]
 
@@ -128,7 +178,7 @@ GEOMETRY = Geometry(
     prefill_tokens_per_s=1e6,
 )
 """A hello by which computing again is far cheaper than copying."""
-CORE = SchedulerConfig(max_num_batched_tokens=64, max_prefill_chunk=64, pipeline_depth=1)
+CORE = SchedulerConfig(max_num_batched_tokens=64, max_prefill_chunk=64, pipeline_depth=1, max_step_ms=0)
 
 
 def in_use(rig: LockstepRig) -> ExecutorLimits:
@@ -146,19 +196,22 @@ def test_the_core_weighs_by_what_results_show() -> None:
     for seed in range(NUM_SAMPLES):
         gateway.submit([seed] * 60, max_tokens=2)
         rig.finish()
-    assert in_use(rig).prefill_tokens_per_s == 120.0
+    learned_rate = in_use(rig).prefill_tokens_per_s
+    assert learned_rate == pytest.approx(60 / 0.59)  # all but the fixed cost and that of one row
+    assert in_use(rig).decode_step_s == pytest.approx((0.02,))
     core = rig.engine.core
     assert core._running is not None
     assert core._running.limits.costs == block_costs(in_use(rig))
-    assert core._running.limits.costs.recompute_s == pytest.approx(8 / 120)
+    assert core._running.limits.pace == step_pace(0, in_use(rig))
+    assert core._running.limits.costs.recompute_s == pytest.approx(8 / learned_rate)
     samples = samples_of(rig)
-    assert samples["pagemill_prefill_tokens_per_second",] == 120.0
+    assert samples["pagemill_prefill_tokens_per_second",] == learned_rate
     out = samples["pagemill_copy_bytes_per_second", ("direction", "out")]  # of blocks that were kept when evicted
     assert out == in_use(rig).swap_out_bytes_per_s < 1e9
     # What has been learned outlives a session, and not the executor.
     rig.engine.executors.restart(rig.clock.now, "test")
-    assert in_use(rig).prefill_tokens_per_s == 120.0
-    assert core._running.limits.costs.recompute_s == pytest.approx(8 / 120)
+    assert in_use(rig).prefill_tokens_per_s == learned_rate
+    assert core._running.limits.costs.recompute_s == pytest.approx(8 / learned_rate)
     rig.kill_executor(rig.executors[0])
     rig.pass_time(5)
     assert samples_of(rig)["pagemill_prefill_tokens_per_second",] == 0
@@ -170,6 +223,7 @@ def test_the_core_weighs_by_what_results_show() -> None:
 @pytest.mark.parametrize("kind", [Slow, KvExecutor])
 def test_copies_are_learned_and_change_what_becomes_of_a_victim(kind: type[KvExecutor]) -> None:
     rig = LockstepRig(core=CORE)
+    rig.turn_s = 0.02
     rig.add_executor(kind, GEOMETRY)
     gateway = rig.add_gateway()
     for seed in range(24):

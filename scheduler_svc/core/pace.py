@@ -1,0 +1,50 @@
+"""How many prompt tokens a step may have so that it ends in time, by what steps of one executor have taken.
+
+A step's time is that of its decode rows and so much for each prompt token:
+
+    seconds = decode_s(rows) + prompt_token_s * tokens
+
+Dividing tokens by seconds instead would be wrong: the smaller a step, the dearer each of its tokens looks, and a budget
+solved from that shrinks the next step, and so on down to the smallest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler_svc.core.params import ExecutorLimits
+
+LEAST_PROMPT_TOKENS = 16
+"""Prompt tokens that a step may have however long it takes, so that prompts always get on."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPace:
+    """The longest that a step should take, and what it is made of. All in seconds; 0: no limit, or not known."""
+
+    max_step_s: float
+    prompt_token_s: float
+    decode_step_s: tuple[float, ...] = ()
+    """As in `ExecutorLimits`."""
+
+    def decode_s(self, num_rows: int) -> float:
+        """What a step of so many decode rows takes; by that of fewer rows where no such step is known, 0 without any.
+
+        A step without decode rows is counted as one with one: both read all weights once.
+        """
+        known = self.decode_step_s[: max(1, num_rows).bit_length()]
+        return next((seconds for seconds in reversed(known) if seconds), 0.0)
+
+    def num_prompt_tokens(self, num_decodes: int, most: int) -> int:
+        """How many of `most` prompt tokens fit into a step with that many decode rows; at least `LEAST_PROMPT_TOKENS`
+        of them."""
+        if not self.max_step_s or not self.prompt_token_s:
+            return most
+        left_s = self.max_step_s - self.decode_s(num_decodes)
+        return min(most, max(LEAST_PROMPT_TOKENS, int(left_s / self.prompt_token_s)))
+
+
+def step_pace(max_step_ms: int, executor: ExecutorLimits) -> StepPace:
+    """The pace on that executor."""
+    rate = executor.prefill_tokens_per_s
+    return StepPace(max_step_ms / 1000, 1 / rate if rate > 0 else 0.0, executor.decode_step_s)
