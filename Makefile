@@ -24,7 +24,10 @@ UV_COMPILE := $(BIN)/uv pip compile -q --python-version 3.11 --no-header --no-an
 PRODUCT := cache_svc scheduler_svc executor_svc proto/python/pagemill client/python/pagemill_client
 TYPED := $(PRODUCT) proto/generate.py docs deploy tests bench
 
-.PHONY: help demo serve test check fmt proto docs clean lock lint-ruff lint-format lint-types lint-imports lint-proto lint-stubs hooks
+# For `make profile`, such as --load decode:16.
+PROFILE_ARGS ?=
+
+.PHONY: help demo serve test check profile fmt proto docs clean lock lint-ruff lint-format lint-types lint-imports lint-proto lint-stubs hooks
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -38,6 +41,10 @@ serve: $(RUN) ## start the whole service and keep it until Ctrl-C
 
 test: $(DEV) ## all tests; those that need Docker are skipped, with the reason, where no engine answers
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+profile: $(DEV) ## where a step's time goes, as a table and as flame graphs in build/profile
+	@mkdir -p build/profile
+	$(BIN)/python -m bench.step_profile --flame-dir build/profile --out build/profile/profile.json $(PROFILE_ARGS)
 
 check: lint-ruff lint-format lint-imports lint-proto lint-stubs lint-types ## every static check, in seconds
 

@@ -43,7 +43,7 @@ async def main() -> None:
     model = args.model or find_demo_model()
     repetitions = workloads.make("W2", workloads.corpus(model))
     rounds: list[dict[str, Turn]] = []
-    port = _free_port()
+    port = free_port()
     options = ["--no-prefix-cache", *args.serve_option]
     async with (
         serving_through_a_proxy(str(model), options, executor_metrics_port=port) as (target, link),
@@ -93,7 +93,8 @@ def _execute_s(port: int) -> float:
     raise RuntimeError("the executor's page has no pagemill_step_seconds")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port on loopback that nothing listened on a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

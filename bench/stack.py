@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from pagemill_client.processes import ChildSpec
 from pagemill_client.serve import plan, run
 
 KV_MEMORY_BYTES = 2**30
@@ -28,13 +30,15 @@ class Link:
 
 
 @contextlib.asynccontextmanager
-async def serving(model: str, options: Sequence[str] = ()) -> AsyncIterator[str]:
-    """Serve `model`; gives the gateway's address.
+async def serving(
+    model: str, options: Sequence[str] = (), *, adapt: Callable[[ChildSpec], ChildSpec] | None = None
+) -> AsyncIterator[str]:
+    """Serve `model`; gives the gateway's address. `adapt` may change how a process is started.
 
     Raises RuntimeError with the stack's own words if it does not come up.
     """
     with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as directory:
-        async with _running(_arguments(model, options), Path(directory)) as target:
+        async with _running(_arguments(model, options), Path(directory), adapt) as target:
             yield target
 
 
@@ -53,12 +57,18 @@ async def serving_through_a_proxy(
 
 def _arguments(model: str, options: Sequence[str]) -> list[str]:
     argv = ["--model", model, "--port", "0", "--admin-port", "0", "--kv-memory-bytes", str(KV_MEMORY_BYTES), *options]
-    return argv + [f"--{role}.metrics-port=0" for role in ("gateway", "scheduler", "executor")]
+    named = {option.partition("=")[0] for option in options}
+    flags = [f"--{role}.metrics-port" for role in ("gateway", "scheduler", "executor")]
+    return argv + [f"{flag}=0" for flag in flags if flag not in named]
 
 
 @contextlib.asynccontextmanager
-async def _running(argv: list[str], directory: Path) -> AsyncIterator[str]:
+async def _running(
+    argv: list[str], directory: Path, adapt: Callable[[ChildSpec], ChildSpec] | None = None
+) -> AsyncIterator[str]:
     stack = plan(argv, directory)
+    if adapt is not None:
+        stack = replace(stack, children=tuple(map(adapt, stack.children)))
     stop, ready = asyncio.Event(), asyncio.Event()
     said: list[str] = []
     task = asyncio.create_task(

@@ -20,16 +20,21 @@ def main(argv: list[str] | None = None) -> int:
         die_with_parent(signal.SIGTERM)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop_while_loading)
+    calm_openmp()
+    # Late, so that --help and wrong options answer without waiting seconds for torch.
+    from executor_svc.service import serve  # noqa: PLC0415
+
+    return serve(settings, started=_process_start())
+
+
+def calm_openmp() -> None:
+    """How long OpenMP's threads spin before they sleep, unless the operator has said so. Before torch is loaded."""
     # Threads that wait may spin for some 20 us, the gap between two operators of a step, and must sleep then: beside a
     # gateway and a scheduler on the same two cores a spinning OpenMP made a 512-token step take 4.1 s instead of 1.0 s,
     # while sleeping at once made a decode step of 54 rows take 0.29 s instead of 0.18 s. The library reads this once,
     # when torch loads it.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "5000")
-    # Late, so that --help and wrong options answer without waiting seconds for torch.
-    from executor_svc.service import serve  # noqa: PLC0415
-
-    return serve(settings, started=_process_start())
 
 
 def _stop_while_loading(number: int, frame: FrameType | None) -> None:
