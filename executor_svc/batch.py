@@ -62,7 +62,7 @@ class ModelRunner(Protocol):
     weight_bytes: int
     """Of weights and other buffers that stay for the life of the runner."""
     dtype_name: str
-    """Of weights and activations, such as "bfloat16"."""
+    """Of weights and activations, such as "bfloat16", or "bfloat16, weights int8"."""
     kv_dtype_name: str
     device_name: str
     """In words, such as "cpu: 2 threads"."""

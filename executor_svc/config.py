@@ -43,6 +43,12 @@ class ExecutorSettings(ServiceSettings):
         description="type of weights and activations; auto: bfloat16 where this CPU, or the compiled kernels on it,"
         " compute it fast",
     )
+    weight_dtype: Literal["auto", "int8", "gguf"] = Field(
+        default="auto",
+        description="what weights are kept in; auto: the type that --dtype gives; int8: 8 bits with a scale per output,"
+        " made at the start from any file; gguf: Q4_0, Q4_1 and Q8_0 matrices as the GGUF file has them. With the last"
+        " two, inputs of products become int8 on the way",
+    )
     kv_dtype: Literal["auto", "int8", "bfloat16", "float32"] = Field(
         default="auto",
         description="type of keys and values; auto: the type that --dtype gives; int8, with a scale per position and"

@@ -20,6 +20,7 @@ from executor_svc.kv.geometry import KvGeometry
 from executor_svc.kv.pool import KvPool
 from executor_svc.models.base import CausalLM
 from executor_svc.models.layers import packs_bfloat16
+from executor_svc.models.loading import WEIGHT_DTYPES
 from executor_svc.models.registry import has_own_implementation, load_model
 from executor_svc.native.library import Library, NativeError
 from executor_svc.native.library import load as load_library
@@ -38,7 +39,14 @@ BACKENDS = ("native", "sdpa")
 class PagedRunner:
     """See `executor_svc.batch.ModelRunner`. Built by `load`."""
 
-    def __init__(self, info: ModelInfo, model: CausalLM, backend: AttentionBackend, geometry: KvGeometry) -> None:
+    def __init__(
+        self,
+        info: ModelInfo,
+        model: CausalLM,
+        backend: AttentionBackend,
+        geometry: KvGeometry,
+        weight_dtype: str = "auto",
+    ) -> None:
         shape = model.shape
         self._model = model
         self._backend = backend
@@ -51,7 +59,8 @@ class PagedRunner:
         self.num_blocks = 0
         self.bytes_per_block = self.geometry.bytes_per_block
         self.weight_bytes = model.weight_bytes
-        self.dtype_name = str(model.dtype).removeprefix("torch.")
+        kept = "" if weight_dtype == "auto" else f", weights {weight_dtype}"
+        self.dtype_name = str(model.dtype).removeprefix("torch.") + kept
         self.kv_dtype_name = str(geometry.dtype).removeprefix("torch.")
         self.device_name = f"cpu: {torch.get_num_threads()} threads"
         self.attention_name = backend.name
@@ -94,6 +103,7 @@ def load(
     model: Path | str | ModelInfo,
     *,
     dtype: str = "auto",
+    weight_dtype: str = "auto",
     kv_dtype: str = "auto",
     block_size: int = 16,
     attention: str = "auto",
@@ -101,13 +111,16 @@ def load(
 ) -> PagedRunner:
     """Load a model and return its runner, without a KV pool yet.
 
-    `dtype`: "bfloat16", "float32", or "auto" (bfloat16 where the CPU or the kernels compute it fast). `kv_dtype`: of
-    keys and values, one of these, "int8", or "auto" (the same as `dtype`). `num_threads`: None takes what torch starts
-    with (OMP_NUM_THREADS, else the cores), at most the CPUs this process may use. Raises ValueErrors
-    (ModelFileError, UnsupportedModelError, WeightError, AttentionError) whose text is one line for the operator.
+    `dtype`: "bfloat16", "float32", or "auto" (bfloat16 where the CPU or the kernels compute it fast). `weight_dtype`:
+    "auto" (the same), "int8" or "gguf" (see `executor_svc.models.loading`). `kv_dtype`: of keys and values, one of the
+    types of `dtype`, "int8", or "auto" (the same as `dtype`). `num_threads`: None takes what torch starts with
+    (OMP_NUM_THREADS, else the cores), at most the CPUs this process may use. Raises ValueErrors (ModelFileError,
+    UnsupportedModelError, WeightError, AttentionError) whose text is one line for the operator.
     """
     if dtype not in (*DTYPES, "auto"):
         raise ValueError(f"dtype must be one of auto, {', '.join(DTYPES)} (got {dtype!r})")
+    if weight_dtype not in WEIGHT_DTYPES:
+        raise ValueError(f"weight_dtype must be one of {', '.join(WEIGHT_DTYPES)} (got {weight_dtype!r})")
     if kv_dtype not in (*KV_DTYPES, "auto"):
         raise ValueError(f"kv_dtype must be one of auto, {', '.join(KV_DTYPES)} (got {kv_dtype!r})")
     if attention not in (*BACKENDS, "auto"):
@@ -120,14 +133,14 @@ def load(
     kernels, reason = _kernels(attention)
     chosen = _fastest_dtype(info, kernels) if dtype == "auto" else DTYPES[dtype]
     with torch.inference_mode():
-        loaded = load_model(info, chosen, kernels)
+        loaded = load_model(info, chosen, kernels, weight_dtype)
     kv_type = chosen if kv_dtype == "auto" else KV_DTYPES[kv_dtype]
     geometry = KvGeometry(
         loaded.shape.num_layers, loaded.shape.num_kv_heads, loaded.shape.head_dim, block_size, kv_type
     )
     backend, refusal = _backend(attention, kernels, geometry)
     log.info("attention", extra=kv(backend=backend.name, reason=refusal or reason))
-    runner = PagedRunner(info, loaded, backend, geometry)
+    runner = PagedRunner(info, loaded, backend, geometry, weight_dtype)
     log.info("kv block", extra=kv(kv_dtype=runner.kv_dtype_name, arithmetic=runner.geometry.arithmetic))
     return runner
 

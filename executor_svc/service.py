@@ -135,6 +135,7 @@ def _load(settings: ExecutorSettings) -> PagedRunner:
     return load_runner(
         info,
         dtype=settings.dtype,
+        weight_dtype=settings.weight_dtype,
         kv_dtype=settings.kv_dtype,
         block_size=settings.block_size,
         attention=settings.attention_backend,

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch.nn import functional
@@ -94,6 +96,37 @@ class Linear:
         if kernels.linear(ctypes.byref(call)) != 0:
             raise MemoryError("no memory for the linear kernel's buffers")
         return out
+
+
+class Projection(Protocol):
+    """A linear layer, whatever its weights are kept in."""
+
+    out_features: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """(rows, in_features) to (rows, out_features)."""
+        ...
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """residual + y."""
+        ...
+
+
+class SideBySide:
+    """Layers with the same input as one; their weights are kept in different forms."""
+
+    def __init__(self, layers: Sequence[Projection]) -> None:
+        self._layers = layers
+        self.out_features = sum(layer.out_features for layer in layers)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """(rows, in_features) to (rows, out_features)."""
+        return torch.cat([layer(x) for layer in self._layers], 1)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """residual + y."""
+        parts = torch.split(residual, [layer.out_features for layer in self._layers], 1)
+        return torch.cat([layer.add_to(part, x) for layer, part in zip(self._layers, parts, strict=True)], 1)
 
 
 class RmsNorm:

@@ -14,7 +14,7 @@ import torch
 from executor_svc.attention.base import AttentionOptions, AttentionStep
 from executor_svc.attention.rotation import HeadNorms, Rotation
 from executor_svc.models.base import ModelShape
-from executor_svc.models.layers import Linear, RmsNorm, SiluMul
+from executor_svc.models.loading import WeightLoader
 from executor_svc.models.rope import (
     RopeSpec,
     RotaryTable,
@@ -22,8 +22,6 @@ from executor_svc.models.rope import (
     inverse_frequencies,
     rope_spec,
 )
-from executor_svc.native.library import Library
-from executor_svc.weights.source import WeightSource, check_shape
 
 _MAX_LAYERS = 4096
 
@@ -117,7 +115,7 @@ def _windows(config: dict[str, Any], family: str, layers: int) -> tuple[int | No
 class _Layer:
     """One decoder layer."""
 
-    def __init__(self, spec: LlamaSpec, loader: _Loader, index: int) -> None:
+    def __init__(self, spec: LlamaSpec, loader: WeightLoader, index: int) -> None:
         s = spec.shape
         q_size, kv_size = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
         attn, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
@@ -154,22 +152,19 @@ class LlamaModel:
 
     implementation = "own (llama shape)"
 
-    def __init__(self, spec: LlamaSpec, source: WeightSource, dtype: torch.dtype, kernels: Library | None) -> None:
+    def __init__(self, spec: LlamaSpec, loader: WeightLoader, dtype: torch.dtype) -> None:
         self.shape = spec.shape
         self.dtype = dtype
-        loader = _Loader(source, dtype, kernels)
         vocab, hidden = spec.shape.vocab_size, spec.hidden_size
-        self._embedding = loader.tensor("model.embed_tokens.weight", (vocab, hidden))
+        embed = "model.embed_tokens"
+        if spec.tied_embeddings:
+            self._embedding, self._head = loader.tied(embed, vocab, hidden)
+        else:
+            self._embedding = loader.embedding(embed, vocab, hidden)
+            self._head = loader.linear([("lm_head", vocab)], hidden, bias=False)
         self._layers = [_Layer(spec, loader, i) for i in range(spec.shape.num_layers)]
         self._norm = loader.norm("model.norm", hidden, spec.rms_norm_eps)
-        if spec.tied_embeddings:
-            # Looking up rows needs the dense matrix, multiplying wants the packed one: the one weight held twice.
-            self._head = Linear(self._embedding, kernels=kernels)
-            loader.nbytes += self._head.packed_nbytes
-        else:
-            self._head = loader.linear([("lm_head", vocab)], hidden, bias=False)
-        factors = getattr(source, "rope_factors", lambda: None)()
-        self._rotary = RotaryTable(*inverse_frequencies(spec.rope, factors))
+        self._rotary = RotaryTable(*inverse_frequencies(spec.rope, loader.rope_factors()))
         self.weight_bytes = loader.nbytes
 
     def forward(
@@ -177,44 +172,7 @@ class LlamaModel:
     ) -> torch.Tensor | None:
         """As `CausalLM.forward`."""
         rotation = self._rotary.rotation(positions)
-        x = self._embedding[token_ids]
+        x = self._embedding(token_ids)
         for layer in self._layers:
             x = layer(x, rotation, step)
         return None if sample is None else self._head(self._norm(x[sample]))
-
-
-class _Loader:
-    """Reads weights straight into the memory they will stay in, and counts the bytes."""
-
-    def __init__(self, source: WeightSource, dtype: torch.dtype, kernels: Library | None) -> None:
-        self._source = source
-        self._dtype = dtype
-        self._kernels = kernels
-        self.silu_mul = SiluMul(kernels)
-        self.nbytes = 0
-
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        check_shape(name, self._source.shape(name), shape)  # before memory is taken for it
-        out = torch.empty(shape, dtype=self._dtype)
-        self._source.read_into(name, out)
-        self.nbytes += out.nbytes
-        return out
-
-    def norm(self, name: str, size: int, eps: float) -> RmsNorm:
-        return RmsNorm(self.tensor(f"{name}.weight", (size,)), eps, self._kernels)
-
-    def linear(self, parts: list[tuple[str, int]], in_features: int, *, bias: bool) -> Linear:
-        """One matrix of the named projections, one below the other."""
-        for name, size in parts:
-            check_shape(f"{name}.weight", self._source.shape(f"{name}.weight"), (size, in_features))
-        weight = torch.empty(sum(size for _, size in parts), in_features, dtype=self._dtype)
-        offset, biases = 0, []
-        for name, size in parts:
-            self._source.read_into(f"{name}.weight", weight[offset : offset + size])
-            offset += size
-            if bias:
-                biases.append(torch.empty(size, dtype=self._dtype))
-                self._source.read_into(f"{name}.bias", biases[-1])
-        layer = Linear(weight, torch.cat(biases) if biases else None, self._kernels)
-        self.nbytes += layer.nbytes
-        return layer

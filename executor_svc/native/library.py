@@ -16,7 +16,7 @@ from typing import Any
 
 import torch  # before the kernels: they then find its OpenMP loaded, and share its threads
 
-ABI = 2
+ABI = 3
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """PM_F32, PM_BF16, PM_I8."""
 TILE = 128
@@ -159,6 +159,26 @@ class LinearCall(ctypes.Structure):
     )
 
 
+class QuantisedCall(ctypes.Structure):
+    """`pm_quantised`."""
+
+    _fields_ = (
+        ("x", _p),
+        ("residual", _p),
+        ("out", _p),
+        ("values", _p),
+        ("scales", _p),
+        ("mins", _p),
+        ("bias", _p),
+        ("x_stride", _i64),
+        ("rows", _i64),
+        ("in_features", _i64),
+        ("out_features", _i64),
+        ("dtype", _i32),
+        ("format", _i32),
+    )
+
+
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pm_plan_attention": (_i32, (_p, _p, _p, _i32, _p)),
     "pm_attend": (_i32, (_p,)),
@@ -167,6 +187,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pm_silu_mul": (None, (_p, _p, _i64, _i64, _i32)),
     "pm_linear_forward": (_i32, (_p,)),
     "pm_pack_linear": (None, (_p, _p, _i64, _i64)),
+    "pm_quantised_forward": (_i32, (_p,)),
     "pm_abi": (_i32, ()),
     "pm_isa": (ctypes.c_char_p, ()),
     "pm_use_isa": (_i32, (ctypes.c_char_p,)),
@@ -186,13 +207,14 @@ class Library:
     silu_mul: Callable[..., None]
     linear: Callable[..., int]
     pack_linear: Callable[..., None]
+    quantised: Callable[..., int]
     num_threads: Callable[[], int]
     _isa: Callable[[], bytes]
     _use_isa: Callable[[bytes], int]
 
     @property
     def isa(self) -> str:
-        """The instruction set in use: "avx512bf16", "avx512", "avx2" or "portable"."""
+        """The instruction set in use: "avx512bf16", "avx512vnni", "avx512", "avx2" or "portable"."""
         return self._isa().decode()
 
     def use_isa(self, name: str) -> None:
@@ -221,6 +243,7 @@ def open_library(path: Path) -> Library:
         silu_mul=dll.pm_silu_mul,
         linear=dll.pm_linear_forward,
         pack_linear=dll.pm_pack_linear,
+        quantised=dll.pm_quantised_forward,
         num_threads=dll.pm_num_threads,
         _isa=dll.pm_isa,
         _use_isa=dll.pm_use_isa,

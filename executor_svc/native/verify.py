@@ -7,6 +7,7 @@ under 0.1 s; an instruction set that fails it is not used.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import torch
 
@@ -16,7 +17,9 @@ from executor_svc.batch import Batch
 from executor_svc.kv.geometry import KvGeometry
 from executor_svc.kv.pool import KvPool
 from executor_svc.models.layers import Linear, RmsNorm, SiluMul
+from executor_svc.models.quantised import QuantisedLinear
 from executor_svc.native.library import Library
+from executor_svc.weights.quantised import GROUP, PANEL, Format, QuantisedMatrix
 from pagemill.logs import kv
 
 log = logging.getLogger(__name__)
@@ -84,4 +87,21 @@ def _results(library: Library, dtype: torch.dtype, kv_dtype: torch.dtype) -> tor
     linear = Linear(dense, bias, library, pack=True)
     for rows in (2, 40):  # panels widened on the way, and once for all
         out.append(linear.add_to(normal(rows, 37), normal(rows, 214)))
+    for matrix in _matrices(random):
+        quantised = QuantisedLinear(matrix, bias, library)
+        out += [quantised.add_to(normal(rows, 37), normal(rows, 224)) for rows in (1, 11)]
     return torch.cat([result.float().flatten() for result in out])
+
+
+def _matrices(random: torch.Generator) -> Iterator[QuantisedMatrix]:
+    """(37, 224) in each format, with all numbers that a format has."""
+    panels, groups = 3, 224 // GROUP
+    for form, words in ((Format.INT8_ROWS, 56), (Format.INT8_GROUPS, 56), (Format.INT4_GROUPS, 28)):
+        values = torch.randint(0, 256, (panels, words, PANEL, 4), generator=random, dtype=torch.uint8)
+        if form == Format.INT8_ROWS:
+            yield QuantisedMatrix(form, 37, 224, values, torch.rand(panels, PANEL, generator=random) / 1000)
+            continue
+        scales, mins = (torch.rand(panels, groups, PANEL, generator=random).half() / 500 for _ in range(2))
+        yield QuantisedMatrix(form, 37, 224, values, scales)
+        if form == Format.INT4_GROUPS:
+            yield QuantisedMatrix(form, 37, 224, values, scales, mins)

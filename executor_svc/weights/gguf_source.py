@@ -1,25 +1,29 @@
 """Weights from a GGUF file, dequantised with the numpy code of the `gguf` package.
 
 Names are translated to Hugging Face's. llama.cpp stores query and key projections of the Llama architecture with each
-head's rows interleaved (its rotary embedding pairs neighbours, ours pairs halves); that permutation is undone here.
+head's rows interleaved (its rotary embedding pairs neighbours, ours pairs halves); that order is undone here.
 """
 
 from __future__ import annotations
 
 import mmap
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
+from numpy.typing import NDArray
 
-from executor_svc.weights.source import check_shape
+from executor_svc.weights.source import Blocks, check_rows
 from pagemill.gguf import GgufHeader, TensorInfo
 from pagemill.gguf_config import ROPE_FACTORS
 
-_CHUNK_VALUES = 1 << 20
-"""Values dequantised at once: the float32 intermediates stay in cache, and peak memory stays flat."""
+T = TypeVar("T", bound=np.generic)
+
+_CHUNK_VALUES = 1 << 17
+"""Values dequantised at once by a thread: the float32 intermediates stay in cache, and peak memory stays flat."""
 
 _TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _IN_LAYER = {
@@ -66,15 +70,24 @@ class GgufSource:
         info = self._tensors.get(gguf_name(name))
         return info.shape if info else None
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
+    def read_into(self, name: str, out: torch.Tensor, first_row: int = 0) -> None:
         """As `WeightSource.read_into`."""
-        check_shape(name, self.shape(name), tuple(out.shape))
+        check_rows(name, self.shape(name), tuple(out.shape), first_row)
         stored = gguf_name(name)
-        heads = next((count for part, count in self._heads.items() if part in stored), None)
-        target = out if heads is None else torch.empty_like(out)
-        self._dequantise(self._tensors[stored], target.view(out.shape[0], -1))
-        if heads is not None:
-            out.copy_(_half_pairs(target, heads))
+        self._dequantise(self._tensors[stored], out, first_row, self._order(stored))
+
+    def blocks(self, name: str) -> Blocks | None:
+        """As `WeightSource.blocks`."""
+        stored = gguf_name(name)
+        info = self._tensors.get(stored)
+        if info is None or len(info.shape) != 2 or info.type.block_size == 1:
+            return None
+        data, order = self._rows(info), self._order(stored)
+
+        def rows(first: int, end: int) -> torch.Tensor:
+            return torch.from_numpy(_ordered(data, order, first, end))
+
+        return Blocks(info.type.name, *info.shape, rows)
 
     def rope_factors(self) -> torch.Tensor | None:
         """Divisors of the rotary frequencies, float32; None if the file has none."""
@@ -82,20 +95,48 @@ class GgufSource:
         if info is None:
             return None
         factors = torch.empty(info.shape)
-        self._dequantise(info, factors.view(info.shape[0], -1))
+        self._dequantise(info, factors, 0, None)
         return factors
 
-    def _dequantise(self, info: TensorInfo, out: torch.Tensor) -> None:
-        kind = GGMLQuantizationType(info.type.type_id)
+    def _rows(self, info: TensorInfo) -> NDArray[np.uint8]:
+        """(rows, bytes of a row) of the file; a vector is one row."""
         rows = info.shape[0] if len(info.shape) > 1 else 1
-        data = self._data[info.offset : info.offset + info.nbytes].reshape(rows, -1)
-        flat = out.view(rows, -1)
+        return self._data[info.offset : info.offset + info.nbytes].reshape(rows, -1)
+
+    def _order(self, stored: str) -> NDArray[np.int64] | None:
+        """Which stored row each row is; None: the same."""
+        heads = next((count for part, count in self._heads.items() if part in stored), None)
+        return None if heads is None else _half_pairs(self._tensors[stored].shape[0], heads)
+
+    def _dequantise(self, info: TensorInfo, out: torch.Tensor, first: int, order: NDArray[np.int64] | None) -> None:
+        kind = GGMLQuantizationType(info.type.type_id)
+        data = self._rows(info)
+        if len(info.shape) == 1:
+            values = np.asarray(dequantize(data, kind)).reshape(-1)
+            out.copy_(torch.from_numpy(_ordered(values, order, first, first + len(out)).copy()))
+            return
+        flat = out.view(out.shape[0], -1)
         step = max(1, _CHUNK_VALUES // flat.shape[1])
-        for row in range(0, rows, step):
-            values = dequantize(data[row : row + step], kind)
-            flat[row : row + step].copy_(torch.from_numpy(np.ascontiguousarray(values)))
+
+        def values(row: int) -> NDArray[np.float32]:
+            part = _ordered(data, order, first + row, first + min(row + step, len(flat)))
+            # As one long row: gguf takes sixteen rows at a time, and a call costs more than sixteen rows do.
+            return np.ascontiguousarray(dequantize(part.reshape(1, -1), kind)).reshape(len(part), -1)
+
+        starts = range(0, len(flat), step)
+        num_threads = torch.get_num_threads()
+        # Only numpy in these: each thread that uses torch gets a team of OpenMP threads of its own.
+        with ThreadPoolExecutor(num_threads) as pool:
+            for index in range(0, len(starts), num_threads):
+                several = starts[index : index + num_threads]
+                for row, part in zip(several, pool.map(values, several), strict=True):
+                    flat[row : row + step].copy_(torch.from_numpy(part))
 
 
-def _half_pairs(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of each head from interleaved order (0, d/2, 1, d/2+1, …) back to halves."""
-    return weight.view(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+def _ordered(data: NDArray[T], order: NDArray[np.int64] | None, first: int, end: int) -> NDArray[T]:
+    return data[first:end] if order is None else data[order[first:end]]
+
+
+def _half_pairs(rows: int, heads: int) -> NDArray[np.int64]:
+    """Where the rows of each head lie, halves after halves, in interleaved order (0, d/2, 1, d/2+1, …)."""
+    return np.arange(rows).reshape(heads, -1, 2).transpose(0, 2, 1).reshape(-1)

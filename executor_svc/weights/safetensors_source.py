@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from executor_svc.weights.source import WeightError, check_shape
+from executor_svc.weights.source import Blocks, WeightError, check_rows
 from pagemill.safetensors_header import SafetensorInfo
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -25,15 +25,20 @@ class SafetensorsSource:
         info = self._tensors.get(name)
         return info.shape if info else None
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
+    def read_into(self, name: str, out: torch.Tensor, first_row: int = 0) -> None:
         """As `WeightSource.read_into`."""
-        check_shape(name, self.shape(name), tuple(out.shape))
+        check_rows(name, self.shape(name), tuple(out.shape), first_row)
         info = self._tensors[name]
         dtype = _DTYPES.get(info.dtype)
         if dtype is None:
             raise WeightError(f"tensor {name!r} has dtype {info.dtype}; {', '.join(_DTYPES)} are supported")
-        stored = torch.frombuffer(self._map(info.path), dtype=dtype, count=out.numel(), offset=info.offset)
+        skipped = first_row * (out.numel() // len(out)) * dtype.itemsize
+        stored = torch.frombuffer(self._map(info.path), dtype=dtype, count=out.numel(), offset=info.offset + skipped)
         out.copy_(stored.view(out.shape))
+
+    def blocks(self, name: str) -> Blocks | None:
+        """As `WeightSource.blocks`: this format has none."""
+        return None
 
     def _map(self, path: Path) -> mmap.mmap:
         if path not in self._maps:

@@ -10,7 +10,7 @@ namespace {
 
 const pm_isa_kernels *const ALL[] = {
 #if PM_X86
-    &pm_avx512bf16, &pm_avx512, &pm_avx2,
+    &pm_avx512bf16, &pm_avx512vnni, &pm_avx512, &pm_avx2,
 #endif
     &pm_portable,
 };
@@ -23,7 +23,9 @@ bool runs_here(const pm_isa_kernels *isa) {
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (isa == &pm_avx2) return avx2;
   if (isa == &pm_avx512) return avx512;
-  if (isa == &pm_avx512bf16) return avx512 && __builtin_cpu_supports("avx512bf16");
+  const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+  if (isa == &pm_avx512vnni) return vnni;
+  if (isa == &pm_avx512bf16) return vnni && __builtin_cpu_supports("avx512bf16");
 #endif
   return isa == &pm_portable;
 }
@@ -118,6 +120,27 @@ PM_EXPORT void pm_pack_linear(const void *dense, void *packed, int64_t in_featur
         ((uint16_t *)packed)[(p * in_features + i) * PM_PANEL + j] =
             row < out_features ? ((const uint16_t *)dense)[row * in_features + i] : 0;
       }
+}
+
+PM_EXPORT int32_t pm_quantised_forward(const pm_quantised *q) {
+  const int64_t panels = (q->out_features + PM_PANEL - 1) / PM_PANEL;
+  const int64_t groups = q->format == PM_INT8_ROWS ? 1 : q->in_features / PM_GROUP;
+  const int64_t stride = (q->in_features + 63) / 64 * 64, own = PM_LINEAR_ROWS * PM_PANEL;
+  const int threads = q->in_features * q->out_features < WORTH_SHARING ? 1 : omp_get_max_threads();
+  const int64_t scales = (q->rows * groups + 15) / 16 * 16;
+  float *memory = (float *)aligned_alloc(64, q->rows * stride + (2 * scales + own * threads) * sizeof(float));
+  if (!memory) return -1;
+  float *room = memory + 2 * scales;
+  const pm_int8_rows x = {(int8_t *)(room + own * threads), memory, (int32_t *)memory + scales, stride, groups};
+#pragma omp parallel num_threads(threads)
+  {
+    const int64_t n = omp_get_num_threads(), i = omp_get_thread_num();
+    isa->quantise_inputs(*q, x, q->rows * i / n, q->rows * (i + 1) / n);
+#pragma omp barrier
+    isa->quantised(*q, x, room + own * i, panels * i / n, panels * (i + 1) / n);
+  }
+  free(memory);
+  return 0;
 }
 
 PM_EXPORT int32_t pm_abi(void) { return PM_ABI; }

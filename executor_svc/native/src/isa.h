@@ -3,6 +3,15 @@
 
 #include "kernels.h"
 
+// Quantised inputs: `values` (rows, stride), in each row groups of numbers padded with zeros to `stride`; a scale and a sum of
+// the numbers per row and group.
+struct pm_int8_rows {
+  int8_t *values;
+  float *scales;
+  int32_t *sums;
+  int64_t stride, groups;
+};
+
 struct pm_isa_kernels {
   const char *name;
   // One item. `scratch` is the thread's own, scratch_bytes(...) long and aligned to 64 bytes.
@@ -14,10 +23,12 @@ struct pm_isa_kernels {
   void (*silu_mul)(const void *gate_up, void *out, int64_t first, int64_t end, int64_t size, int32_t dtype);
   void (*linear_inputs)(const pm_linear &, float *x, int64_t first, int64_t end);
   void (*linear)(const pm_linear &, const float *x, int64_t stride, float *room, int64_t first, int64_t end);
+  void (*quantise_inputs)(const pm_quantised &, const pm_int8_rows &, int64_t first, int64_t end);
+  void (*quantised)(const pm_quantised &, const pm_int8_rows &, float *room, int64_t first, int64_t end);
 };
 enum { PM_PANEL = 16, PM_LINEAR_ROWS = 96 };  // outputs of a panel of weights; rows that a thread has results of at once
 
 extern const pm_isa_kernels pm_portable;
 #if PM_X86
-extern const pm_isa_kernels pm_avx2, pm_avx512, pm_avx512bf16;
+extern const pm_isa_kernels pm_avx2, pm_avx512, pm_avx512vnni, pm_avx512bf16;
 #endif

@@ -6,6 +6,7 @@
 
 #define VW 8
 #define DOT_BF16 0
+#define DOT_INT8 1
 #define ISA_KERNELS pm_avx2
 #define ISA_NAME "avx2"
 #include "isa_body.h"

@@ -6,6 +6,7 @@
 
 #define VW 16
 #define DOT_BF16 0
+#define DOT_INT8 2
 #define ISA_KERNELS pm_avx512
 #define ISA_NAME "avx512"
 #include "isa_body.h"

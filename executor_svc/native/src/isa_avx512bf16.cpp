@@ -1,11 +1,13 @@
-// The kernels for CPUs with avx512f, avx512bw, avx512vl, avx512dq, avx512bf16, avx2, fma.
+// The kernels for CPUs with avx512f, avx512bw, avx512vl, avx512dq, avx512bf16, avx512vnni, avx2, fma. Whoever has avx512bf16
+// has avx512vnni.
 #include "kernels.h"
 #if PM_X86
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx2,fma")
 #include <immintrin.h>
 
 #define VW 16
 #define DOT_BF16 1
+#define DOT_INT8 3
 #define ISA_KERNELS pm_avx512bf16
 #define ISA_NAME "avx512bf16"
 #include "isa_body.h"

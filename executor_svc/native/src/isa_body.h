@@ -15,6 +15,10 @@ namespace JOIN(ISA_KERNELS, _impl) {
 #include "elementwise.h"
 
 #include "linear.h"
+
+#include "integers.h"
+
+#include "quantised.h"
 }  // namespace
 
 const pm_isa_kernels ISA_KERNELS = {
@@ -26,4 +30,6 @@ const pm_isa_kernels ISA_KERNELS = {
     JOIN(ISA_KERNELS, _impl)::silu_mul,
     JOIN(ISA_KERNELS, _impl)::linear_inputs,
     JOIN(ISA_KERNELS, _impl)::linear,
+    JOIN(ISA_KERNELS, _impl)::quantise_inputs,
+    JOIN(ISA_KERNELS, _impl)::quantised,
 };

@@ -4,6 +4,7 @@
 #define VW 4
 #endif
 #define DOT_BF16 0
+#define DOT_INT8 0
 #define ISA_KERNELS pm_portable
 #define ISA_NAME "portable"
 #include "isa_body.h"

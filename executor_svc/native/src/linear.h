@@ -42,23 +42,24 @@ INLINE void wide_rows(const float *x, int64_t stride, const bf16 *panel, float *
     gemm_rows<false, vectors>((const uint32_t *)x, stride, (const uint32_t *)room + j, PANEL, y + j, PANEL, rows, in);
 }
 
-template <class T>
-INLINE void finish_rows(const pm_linear &l, int64_t first_row, int rows, int64_t column, const float *y) {
-  const int64_t width = l.out_features - column < PANEL ? l.out_features - column : PANEL;
+// Writes the results y (rows, PANEL) of one panel, whose first output is `column`, with what is added to them.
+template <class T, class Bias>
+INLINE void finish_rows(void *out, const void *residual, const Bias *bias, int64_t out_features, int64_t first_row,
+                        int rows, int64_t column, const float *y) {
+  const int64_t width = out_features - column < PANEL ? out_features - column : PANEL;
   for (int r = 0; r < rows; ++r) {
-    const int64_t at = (first_row + r) * l.out_features + column;
-    T *out = (T *)l.out + at;
+    const int64_t at = (first_row + r) * out_features + column;
     for (int j = 0; j < PANEL; j += VW) {
       vf sum = load<vf>(y + r * PANEL + j);
       const int64_t left = width - j;
       if (left >= VW) {
-        if (l.bias) sum += get((const bf16 *)l.bias + column + j);
-        if (l.residual) sum += get((const T *)l.residual + at + j);
-        put(out + j, sum);
+        if (bias) sum += get(bias + column + j);
+        if (residual) sum += get((const T *)residual + at + j);
+        put((T *)out + at + j, sum);
       } else if (left > 0) {
-        if (l.bias) sum += get((const bf16 *)l.bias + column + j, left);
-        if (l.residual) sum += get((const T *)l.residual + at + j, left);
-        put(out + j, sum, left);
+        if (bias) sum += get(bias + column + j, left);
+        if (residual) sum += get((const T *)residual + at + j, left);
+        put((T *)out + at + j, sum, left);
       }
     }
   }
@@ -86,10 +87,11 @@ static void linear(const pm_linear &l, const float *x, int64_t stride, float *ro
         narrow_rows(x + row * stride, stride, panel, y, rows, l.in_features);
       else
         wide_rows(x + row * stride, stride, panel, room, y, rows, l.in_features);
+      const bf16 *bias = (const bf16 *)l.bias;
       if (l.dtype == PM_F32)
-        finish_rows<float>(l, row, rows, p * PANEL, y);
+        finish_rows<float>(l.out, l.residual, bias, l.out_features, row, rows, p * PANEL, y);
       else
-        finish_rows<bf16>(l, row, rows, p * PANEL, y);
+        finish_rows<bf16>(l.out, l.residual, bias, l.out_features, row, rows, p * PANEL, y);
     }
   }
 }

@@ -76,5 +76,6 @@ KNOWN_OPTIONS = frozenset(
         "stop_timeout_s",
         "verify_copies",
         "watermark",
+        "weight_dtype",
     }
 )

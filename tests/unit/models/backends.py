@@ -12,7 +12,7 @@ def _instruction_sets() -> list[str]:
     library = load()  # tests run where there is a compiler: that it is missing would be an error
     best = library.isa
     found = []
-    for name in ("portable", "avx2", "avx512", "avx512bf16"):
+    for name in ("portable", "avx2", "avx512", "avx512vnni", "avx512bf16"):
         try:
             library.use_isa(name)
         except NativeError:

@@ -32,6 +32,7 @@ from tests.unit.models.test_model_prefixes import make_case
 from tests.unit.native.test_native_attention import SHARING
 from tests.unit.native.test_native_elementwise import (
     test_int8_is_bit_for_bit_what_torch_stores, test_linear, test_rms_norm, test_rotate_and_write, test_silu_mul)
+from tests.unit.native.test_native_quantised import KINDS, check_products, test_inputs_that_are_not_numbers
 from executor_svc.models import layers
 layers.packs_bfloat16 = lambda: False
 library = open_library(sys.argv[1])
@@ -54,6 +55,11 @@ for dtype in (torch.float32, torch.bfloat16):
         test_silu_mul(library, dtype, size, 3)
     for rows in (1, 5, 97):
         test_linear(library, dtype, True, 7, 33, rows)
+    for kind in KINDS:
+        for rows, in_features in ((1, 32), (5, 96), (97, 64), (7, 7 if kind == "int8" else 32)):
+            check_products(library, dtype, kind, 33, in_features, rows)
+for kind in KINDS:
+    test_inputs_that_are_not_numbers(library, kind)
 print("clean")
 """
 
@@ -114,11 +120,11 @@ def test_without_the_library_torch_computes(tmp_path: Path, monkeypatch: pytest.
         load.cache_clear()
 
 
-@pytest.mark.parametrize("broken", ["rms_norm", "silu_mul", "rope_store", "attend", "linear"])
+@pytest.mark.parametrize("broken", ["rms_norm", "silu_mul", "rope_store", "attend", "linear", "quantised"])
 def test_an_instruction_set_that_computes_wrongly_is_not_used(broken: str, caplog: pytest.LogCaptureFixture) -> None:
     """Each kernel in turn gives zeros, as if by a bug, on all instruction sets but the portable one."""
     library = load()
-    best = next(name for name in ("avx512bf16", "avx512", "avx2", "portable") if _has(library, name))
+    best = next(name for name in ("avx512bf16", "avx512vnni", "avx512", "avx2", "portable") if _has(library, name))
     if best == "portable":
         pytest.skip("this CPU has the portable kernels only")
     right = getattr(library, broken)
@@ -134,7 +140,7 @@ def test_an_instruction_set_that_computes_wrongly_is_not_used(broken: str, caplo
             case "attend":
                 call = arguments[0]._obj
                 ctypes.memset(call.out, 0, 2 * call.num_tokens * call.query_stride)
-            case "linear":
+            case "linear" | "quantised":
                 call = arguments[0]._obj
                 ctypes.memset(call.out, 0, 2 * call.rows * call.out_features)
         return 0

@@ -18,23 +18,13 @@ from executor_svc.kv.int8_blocks import Int8Blocks, quantise
 from executor_svc.kv.pool import KvPool
 from executor_svc.models import layers
 from executor_svc.models.layers import Linear, RmsNorm, SiluMul
-from executor_svc.native.library import Library, load, open_library
-from tests.unit.models.backends import NAMES, make_backend
-from tests.unit.native.builds import build
+from executor_svc.native.library import Library
 
 FLOATS = [torch.float32, torch.bfloat16]
 CLOSE: dict[torch.dtype, Any] = {
     torch.float32: {"rtol": 2e-6, "atol": 1e-6},
     torch.bfloat16: {"rtol": 8e-3, "atol": 1e-3},
 }
-
-
-@pytest.fixture(params=[*(name for name in NAMES if name != "sdpa"), "wide"])
-def kernels(request: pytest.FixtureRequest) -> Library:
-    if request.param == "wide":
-        return open_library(build("-O2", "-DVW=16", "-DPM_EMULATE_DOT"))
-    make_backend(request.param)
-    return load()
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

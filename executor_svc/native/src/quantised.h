@@ -1,0 +1,211 @@
+// y = x W + bias (+ residual) with weights in 8 or 4 bits. Inputs are quantised row by row, each for itself, and sums of
+// integers are exact, so a row's result does not depend on the others. What is kept packed is unpacked on the way.
+
+constexpr float ROUND = 12582912.0f;  // added to |x| < 2^22, it leaves the nearest integer in the low bits
+
+// A group of `size` inputs to `to`, of which zeros follow up to the next multiple of VW. Not finite: NaN for the group.
+template <class T>
+INLINE void quantise_group(const T *x, int64_t size, int8_t *to, float *scale, int32_t *sum) {
+  const int64_t whole = size / VW * VW;
+  vf top{};
+  vi finite = vi{} - 1;
+  const auto look = [&](vf v) {
+    const vf magnitude = as_f(as_u(v) & 0x7fffffffu);
+    finite &= magnitude < INF;
+    top = vmax(magnitude, top);
+  };
+  for (int64_t j = 0; j < whole; j += VW) look(get(x + j));
+  if (whole < size) look(get(x + whole, size - whole));
+  bool all = true;
+  for (int i = 0; i < VW; ++i) all = all && finite[i];
+  const float most = max_lanes(top);
+  *scale = all ? most / 127.0f : __builtin_nanf("");
+  const vf inverse = set1(!all || most < 1e-36f ? 0 : 127.0f / most);
+  vi sums{};
+  const auto convert = [&](vf v, int64_t j) {
+    vf q = v * inverse;
+    q = q < 127.0f ? q : set1(127.0f);  // not only a bound: product and sum in one rounding would be other bits
+    q = q > -127.0f ? q : set1(-127.0f);
+    const vi n = (vi)as_u(q + ROUND) - (vi)as_u(set1(ROUND));
+    sums += n;
+    store(to + j, __builtin_convertvector(n, vb));
+  };
+  if (!all) {
+    __builtin_memset(to, 0, (size + VW - 1) / VW * VW);
+  } else {
+    for (int64_t j = 0; j < whole; j += VW) convert(get(x + j), j);
+    if (whole < size) convert(get(x + whole, size - whole), whole);
+  }
+  *sum = 0;
+  for (int i = 0; i < VW; ++i) *sum += sums[i];
+}
+
+template <class T>
+static void quantise_as(const pm_quantised &q, const pm_int8_rows &x, int64_t first, int64_t end) {
+  const int64_t size = q.format == PM_INT8_ROWS ? q.in_features : (int64_t)PM_GROUP;
+  for (int64_t row = first; row < end; ++row)
+    for (int64_t g = 0; g < x.groups; ++g)
+      quantise_group((const T *)q.x + row * q.x_stride + g * size, size, x.values + row * x.stride + g * size,
+                     x.scales + row * x.groups + g, x.sums + row * x.groups + g);
+}
+static void quantise_inputs(const pm_quantised &q, const pm_int8_rows &x, int64_t first, int64_t end) {
+  if (q.dtype == PM_F32)
+    quantise_as<float>(q, x, first, end);
+  else
+    quantise_as<bf16>(q, x, first, end);
+}
+
+// One panel, or C vectors of its outputs: values, scales and mins of its own.
+struct QuantisedPanel {
+  const uint8_t *values;
+  const void *scales, *mins;
+  int64_t words;  // or groups
+};
+constexpr int WORD_BYTES = PANEL * 4;
+
+struct Int8Rows {
+  template <int R, int C>
+  INLINE void compute(const pm_int8_rows &x, int64_t row, const QuantisedPanel &p, int column, float *y) {
+    vi sums[R][C] = {};
+    const int8_t *input = x.values + row * x.stride;
+    for (int64_t i = 0; i < p.words; ++i) {
+      Int8Weights w[C];
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) w[c] = int8_weights(load<vu>(p.values + i * WORD_BYTES + (column + c * VW) * 4));
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const vu word = spread_word(input + r * x.stride + i * 4);
+#pragma GCC unroll 4
+        for (int c = 0; c < C; ++c) sums[r][c] = dot_int8(sums[r][c], w[c], word);
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < C; ++c) {
+        const vi sum = sums[r][c] - INT8_OFFSET * x.sums[row + r];
+        const vf scale = get((const float *)p.scales + column + c * VW) * x.scales[row + r];
+        store(y + r * PANEL + column + c * VW, __builtin_convertvector(sum, vf) * scale);
+      }
+  }
+};
+
+// Scales of group `g` for C vectors of outputs.
+template <int C>
+INLINE void group_halves(const void *halves, int64_t g, int column, vf *to) {
+  for (int c = 0; c < C; ++c) to[c] = get_half((const uint16_t *)halves + g * PANEL + column + c * VW);
+}
+
+struct Int8Groups {
+  template <int R, int C>
+  INLINE void compute(const pm_int8_rows &x, int64_t row, const QuantisedPanel &p, int column, float *y) {
+    vf out[R][C] = {};
+    for (int64_t g = 0; g < p.words; ++g) {
+      vi sums[R][C] = {};
+      const int8_t *input = x.values + row * x.stride + g * PM_GROUP;
+      const uint8_t *values = p.values + g * (PM_GROUP / 4 * WORD_BYTES) + column * 4;
+      for (int i = 0; i < PM_GROUP / 4; ++i) {
+        Int8Weights w[C];
+#pragma GCC unroll 4
+        for (int c = 0; c < C; ++c) w[c] = int8_weights(load<vu>(values + i * WORD_BYTES + c * VW * 4));
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          const vu word = spread_word(input + r * x.stride + i * 4);
+#pragma GCC unroll 4
+          for (int c = 0; c < C; ++c) sums[r][c] = dot_int8(sums[r][c], w[c], word);
+        }
+      }
+      vf scale[C];
+      group_halves<C>(p.scales, g, column, scale);
+      for (int r = 0; r < R; ++r) {
+        const int64_t at = (row + r) * x.groups + g;
+        for (int c = 0; c < C; ++c) {
+          const vf sum = __builtin_convertvector(sums[r][c] - INT8_OFFSET * x.sums[at], vf);
+          out[r][c] += sum * scale[c] * x.scales[at];
+        }
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < C; ++c) store(y + r * PANEL + column + c * VW, out[r][c]);
+  }
+};
+
+struct Int4Groups {
+  template <int R, int C>
+  INLINE void compute(const pm_int8_rows &x, int64_t row, const QuantisedPanel &p, int column, float *y) {
+    vf out[R][C] = {};
+    for (int64_t g = 0; g < p.words; ++g) {
+      NibbleSum sums[R][C] = {};
+      const int8_t *input = x.values + row * x.stride + g * PM_GROUP;
+      const uint8_t *values = p.values + g * (PM_GROUP / 8 * WORD_BYTES) + column * 4;
+      for (int i = 0; i < PM_GROUP / 8; ++i)
+#pragma GCC unroll 4
+        for (int c = 0; c < C; ++c) {
+          const vu packed = load<vu>(values + i * WORD_BYTES + c * VW * 4);
+          const vu low = packed & 0x0f0f0f0fu, high = packed >> 4 & 0x0f0f0f0fu;
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) {
+            const int8_t *word = input + r * x.stride + i * 4;
+            sums[r][c] = dot_nibbles(sums[r][c], low, spread_word(word));
+            sums[r][c] = dot_nibbles(sums[r][c], high, spread_word(word + PM_GROUP / 2));
+          }
+        }
+      vf scale[C], least[C];
+      group_halves<C>(p.scales, g, column, scale);
+      if (p.mins)
+        group_halves<C>(p.mins, g, column, least);
+      else
+        for (int c = 0; c < C; ++c) least[c] = scale[c] * -8.0f;
+      for (int r = 0; r < R; ++r) {
+        const int64_t at = (row + r) * x.groups + g;
+        const float sum = (float)x.sums[at];
+        for (int c = 0; c < C; ++c) {
+          const vf group = __builtin_convertvector(total(sums[r][c]), vf) * scale[c] + least[c] * sum;
+          out[r][c] += group * x.scales[at];
+        }
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < C; ++c) store(y + r * PANEL + column + c * VW, out[r][c]);
+  }
+};
+
+// Most rows at once and vectors of outputs at once: what the registers take.
+template <class Format, int R, int C>
+INLINE void panel_rows(const pm_int8_rows &x, int64_t row, const QuantisedPanel &p, float *y) {
+  for (int column = 0; column < PANEL; column += C * VW) Format::template compute<R, C>(x, row, p, column, y);
+}
+template <class Format, int R, int C>
+static void quantised_rows(const pm_int8_rows &x, int64_t first, int rows, const QuantisedPanel &p, float *y) {
+  int r = 0;
+  for (; r + R <= rows; r += R) panel_rows<Format, R, C>(x, first + r, p, y + r * PANEL);
+  for (; r + 2 <= rows; r += 2) panel_rows<Format, 2, PANEL_VECTORS < 2 ? 1 : 2>(x, first + r, p, y + r * PANEL);
+  if (r < rows) panel_rows<Format, 1, PANEL_VECTORS < 2 ? 1 : 2>(x, first + r, p, y + r * PANEL);
+}
+
+// Panels [first, end) for all rows. `room`: BLOCK_ROWS results of the thread's own.
+static void quantised(const pm_quantised &q, const pm_int8_rows &x, float *room, int64_t first, int64_t end) {
+  constexpr int int8_vectors = VW == 16 ? 1 : 2;
+  constexpr int int8_many = VW == 16 ? 8 : VW == 8 ? 4 : 2;
+  constexpr int group_many = VW == 16 ? 8 : VW == 8 ? 6 : 2;
+  const int64_t words = (q.in_features + 3) / 4, groups = q.in_features / PM_GROUP;
+  for (int64_t row = 0; row < q.rows; row += BLOCK_ROWS) {
+    const int rows = q.rows - row < BLOCK_ROWS ? (int)(q.rows - row) : BLOCK_ROWS;
+    for (int64_t p = first; p < end; ++p) {
+      const uint16_t *scales = (const uint16_t *)q.scales + p * groups * PANEL, *mins = (const uint16_t *)q.mins;
+      if (mins) mins += p * groups * PANEL;
+      const uint8_t *values = q.values;
+      if (q.format == PM_INT8_ROWS)
+        quantised_rows<Int8Rows, int8_many, int8_vectors>(
+            x, row, rows, {values + p * words * WORD_BYTES, (const float *)q.scales + p * PANEL, nullptr, words}, room);
+      else if (q.format == PM_INT8_GROUPS)
+        quantised_rows<Int8Groups, group_many, 1>(x, row, rows, {values + p * words * WORD_BYTES, scales, nullptr, groups},
+                                                  room);
+      else
+        quantised_rows<Int4Groups, group_many, 1>(
+            x, row, rows, {values + p * groups * (PM_GROUP / 8 * WORD_BYTES), scales, mins, groups}, room);
+      if (q.dtype == PM_F32)
+        finish_rows<float>(q.out, q.residual, q.bias, q.out_features, row, rows, p * PANEL, room);
+      else
+        finish_rows<bf16>(q.out, q.residual, q.bias, q.out_features, row, rows, p * PANEL, room);
+    }
+  }
+}
