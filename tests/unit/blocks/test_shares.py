@@ -58,6 +58,25 @@ def test_of_several_with_too_much_the_least_recently_used_block_goes() -> None:
     assert owners(pool) == [b"a", b"a", b"b", b"b", b"c", b"c", b"d", b"d"]
 
 
+def test_those_with_too_much_take_turns_by_when_a_block_was_used_last() -> None:
+    pool = BlockPool(6, most_per_owner=1)
+    taken = {owner: pool.allocate(3, owner=owner) or [] for owner in (b"a", b"b")}
+    order = [taken[b"b"][2], taken[b"a"][2], taken[b"b"][0], taken[b"a"][1], taken[b"a"][0], taken[b"b"][1]]
+    for block_id in order:
+        pool.publish(block_id, bytes([block_id]) * 32)
+        pool.release([block_id])
+    evicted: list[Evicted] = []
+    assert pool.allocate(4, owner=b"c", evicted=evicted) is not None
+    assert [entry.block_id for entry in evicted] == order[:4]
+
+
+def test_an_owner_of_nothing_is_nobody() -> None:
+    pool = BlockPool(4, most_per_owner=2)
+    for number in range(100):
+        assert pool.allocate(0, owner=bytes([number])) == []
+    assert check_pool(pool, [], []) == []
+
+
 def test_what_an_owner_uses_counts_for_it_and_its_own_go_first() -> None:
     pool = BlockPool(8, most_per_owner=4)
     quiet, flood = keep(pool, b"quiet", 3), keep(pool, b"flood", 3)

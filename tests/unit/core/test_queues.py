@@ -21,6 +21,13 @@ def pop_all(queue: QueueOrder | WaitingQueue, now: float = 100.0) -> list[int]:
     return ids
 
 
+def admit_next(queue: QueueOrder | WaitingQueue) -> int:
+    popped = queue.pop(1000.0)
+    assert popped is not None
+    queue.admitted(popped)
+    return int(popped.seq_id)
+
+
 def filled(policy: QueuePolicy, *sequences: Sequence) -> WaitingQueue:
     queue = WaitingQueue(policy)
     for sequence in sequences:
@@ -57,8 +64,51 @@ def test_the_oldest_gets_every_eighth_admission_whatever_the_ratios() -> None:
     queue.push(seq(0, 100_000, arrival=0.0))
     for number in range(1, 40):
         queue.push(seq(number, 1, arrival=1.0))
+    queue.push(seq(40, 100_000, arrival=0.5))
     order = pop_all(queue, now=1000.0)
-    assert order.index(0) == OLDEST_TURN - 1
+    assert (order.index(0), order.index(40)) == (7, 15)
+
+
+def test_the_oldest_is_who_came_first_whatever_its_number() -> None:
+    queue = ResponseRatio()
+    for number in range(10):
+        queue.push(seq(number, 1, arrival=1.0))
+    queue.push(seq(90, 50_000, arrival=0.5))
+    queue.push(seq(91, 100_000, arrival=0.0))
+    assert pop_all(queue, now=10.0)[OLDEST_TURN - 1] == 91
+
+
+def test_the_oldest_keeps_its_turn_when_one_in_front_goes_first() -> None:
+    queue = filled(QueuePolicy.LENGTH_AWARE, seq(0, 100_000), *(seq(number, 1, arrival=1.0) for number in range(1, 40)))
+    for _ in range(OLDEST_TURN - 1):
+        admit_next(queue)
+    preempted = seq(50, 10, arrival=2.0)
+    preempted.in_front = True
+    queue.push(preempted)
+    assert [admit_next(queue), admit_next(queue)] == [50, 0]
+
+
+def test_who_is_admitted_while_nobody_else_waits_brings_no_turn_nearer() -> None:
+    queue = ResponseRatio()
+    for number in range(3 * OLDEST_TURN):
+        queue.push(seq(number, 10, arrival=5.0))
+        assert admit_next(queue) == number
+    queue.push(seq(100, 100_000, arrival=6.0))
+    queue.push(seq(101, 1, arrival=7.0))
+    assert admit_next(queue) == 101
+
+
+def test_each_class_gives_its_oldest_a_turn() -> None:
+    long = seq(0, 100_000, arrival=0.0, priority=3)
+    queue = filled(QueuePolicy.LENGTH_AWARE, long, *(seq(n, 1, arrival=1.0, priority=3) for n in range(1, 40)))
+    assert pop_all(queue, now=1000.0).index(0) == OLDEST_TURN - 1
+
+
+def test_who_comes_from_a_clock_that_is_ahead_waits_its_turn_like_others() -> None:
+    queue = ResponseRatio()
+    queue.push(seq(1, 1, arrival=1000.0))
+    queue.push(seq(2, 500, arrival=50.0))
+    assert pop_all(queue, now=100.0) == [2, 1]
 
 
 def test_a_pop_that_is_put_back_does_not_count_as_an_admission() -> None:
@@ -113,6 +163,16 @@ def test_a_removed_one_that_is_not_in_front_is_not_mistaken_for_a_neighbour() ->
     stranger.in_front = True
     with pytest.raises(KeyError):
         queue.remove(stranger)
+
+
+def test_who_has_left_the_front_is_not_mistaken_for_who_is_there() -> None:
+    first, second = seq(1), seq(2)
+    first.in_front = second.in_front = True
+    queue = filled(QueuePolicy.FCFS, first, second)
+    assert queue.pop(0.0) is first
+    with pytest.raises(KeyError):
+        queue.remove(first)
+    assert pop_all(queue) == [2]
 
 
 def test_priorities_leave_nothing_behind() -> None:
@@ -170,6 +230,13 @@ def test_who_is_found_to_have_less_to_compute_moves_to_where_it_belongs() -> Non
     assert queue.num_tokens == 0
 
 
+def test_who_is_found_to_be_short_goes_behind_those_who_were_known_to_be() -> None:
+    sequences = [seq(1, 1000), seq(2, 100), seq(3, 90)]
+    queue = filled(QueuePolicy.LENGTH_AWARE, *sequences)
+    queue.shorten(sequences[0], 100)
+    assert pop_all(queue, now=0.0) == [2, 3, 1]
+
+
 @pytest.mark.parametrize("policy", [QueuePolicy.FCFS, QueuePolicy.PRIORITY])
 def test_an_order_that_does_not_look_at_lengths_keeps_it_when_one_is_shorter(policy: QueuePolicy) -> None:
     sequences = [seq(1, 1000), seq(2, 100), seq(3, 1010)]
@@ -205,4 +272,15 @@ def test_who_has_run_since_comes_to_the_front_behind_those_who_wait_there() -> N
     first.start(0, BlockTable(4), 0, 0, 0.0)
     first.requeue()
     queue.push(first)
+    assert pop_all(queue) == [2, 1]
+
+
+def test_who_was_passed_too_often_comes_to_the_front_behind_who_made_room_meanwhile() -> None:
+    passed, preempted = seq(1), seq(2)
+    queue = filled(QueuePolicy.FCFS, passed)
+    assert queue.pop(0.0) is passed
+    preempted.in_front = True
+    queue.push(preempted)
+    passed.in_front = True
+    queue.put_back([passed])
     assert pop_all(queue) == [2, 1]
