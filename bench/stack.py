@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from pagemill_client.processes import ChildSpec
-from pagemill_client.serve import plan, run
+from pagemill_client.running import running
+from pagemill_client.serve import plan
 
 KV_MEMORY_BYTES = 2**30
 """Enough for W2 four times over; without it every stack would take most of the machine."""
@@ -35,7 +36,7 @@ async def serving(
 ) -> AsyncIterator[str]:
     """Serve `model`; gives the gateway's address. `adapt` may change how a process is started.
 
-    Raises RuntimeError with the stack's own words if it does not come up.
+    Raises ServeError with the stack's own words if it does not come up.
     """
     with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as directory:
         async with _running(_arguments(model, options), Path(directory), adapt) as target:
@@ -69,21 +70,8 @@ async def _running(
     stack = plan(argv, directory)
     if adapt is not None:
         stack = replace(stack, children=tuple(map(adapt, stack.children)))
-    stop, ready = asyncio.Event(), asyncio.Event()
-    said: list[str] = []
-    task = asyncio.create_task(
-        run(stack, stop, asyncio.Event(), on_line=lambda *_: None, announce=said.append, on_ready=ready.set)
-    )
-    waits = [task, asyncio.create_task(ready.wait())]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    waits[1].cancel()
-    if task.done():
-        raise RuntimeError("\n".join(said))
-    try:
-        yield stack.target
-    finally:
-        stop.set()
-        await task
+    async with running(stack) as target:
+        yield target
 
 
 @contextlib.asynccontextmanager

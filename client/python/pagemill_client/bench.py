@@ -13,7 +13,7 @@ from typing import Any
 
 from pagemill.settings import load
 from pagemill_client.aio import AsyncClient
-from pagemill_client.config import BenchSettings, parse_range
+from pagemill_client.config import BenchSettings, LoadSettings, parse_range
 from pagemill_client.errors import PagemillError
 from pagemill_client.generate import describe
 from pagemill_client.load import (
@@ -52,7 +52,7 @@ async def _bench(settings: BenchSettings) -> tuple[ModelInfo, dict[str, Report]]
         clients = [await stack.enter_async_context(_client(settings)) for _ in range(settings.connections)]
         model = await clients[0].get_model(settings.model_name)
         rng = random.Random(settings.seed)  # noqa: S311 (a load that can be repeated, no secret)
-        await closed_loop(clients, _warmup(settings, model, rng), settings.concurrency, model.name)
+        await closed_loop(clients, warmup_of(settings, model, rng), settings.concurrency, model.name)
         reports: dict[str, Report] = {}
         for repetition in range(1, settings.repeat + 1):
             suffix = f" #{repetition}" if settings.repeat > 1 else ""
@@ -73,31 +73,37 @@ def _plans(settings: BenchSettings, model: ModelInfo, rng: random.Random) -> Ite
     """Name and requests of each run; requests without arrival times are for a closed loop."""
     if settings.rate:
         for rate in settings.rate:
-            yield f"{rate:g}/s", poisson(_requests(settings, model, rng), rate, rng)
+            yield f"{rate:g}/s", poisson(_checked(settings, model, rng), rate, rng)
     elif settings.use_arrivals:
-        yield "arrivals of the file", _requests(settings, model, rng)
+        yield "arrivals of the file", _checked(settings, model, rng)
     else:
-        requests = [Request(request.ids, request.n_out) for request in _requests(settings, model, rng)]
+        requests = [Request(request.ids, request.n_out) for request in _checked(settings, model, rng)]
         yield f"{settings.concurrency} at once", requests
 
 
-def _requests(settings: BenchSettings, model: ModelInfo, rng: random.Random) -> list[Request]:
+def _checked(settings: BenchSettings, model: ModelInfo, rng: random.Random) -> list[Request]:
     if any(rate <= 0 for rate in settings.rate):
         raise WorkloadError("--rate: expected arrivals per second above 0")
-    if settings.workload is None:
-        if settings.use_arrivals:
-            raise WorkloadError("--use-arrivals needs a --workload file")
-        lengths = parse_range(settings.prompt_tokens), parse_range(settings.output_tokens)
-        return random_requests(settings.num_requests, *lengths, model.vocab_size, rng)
-    requests = read_workload(settings.workload)
-    if not requests:
-        raise WorkloadError(f"{settings.workload}: no requests")
+    if settings.use_arrivals and settings.workload is None:
+        raise WorkloadError("--use-arrivals needs a --workload file")
+    requests = requests_of(settings, model, rng)
     if settings.use_arrivals and any(request.at is None for request in requests):
         raise WorkloadError(f'{settings.workload}: --use-arrivals needs "at" in every request')
     return requests
 
 
-def _warmup(settings: BenchSettings, model: ModelInfo, rng: random.Random) -> list[Request]:
+def requests_of(settings: LoadSettings, model: ModelInfo, rng: random.Random) -> list[Request]:
+    """The requests of the workload file, or random ones. Raises WorkloadError, OSError."""
+    if settings.workload is None:
+        lengths = parse_range(settings.prompt_tokens), parse_range(settings.output_tokens)
+        return random_requests(settings.num_requests, *lengths, model.vocab_size, rng)
+    requests = read_workload(settings.workload)
+    if not requests:
+        raise WorkloadError(f"{settings.workload}: no requests")
+    return requests
+
+
+def warmup_of(settings: LoadSettings, model: ModelInfo, rng: random.Random) -> list[Request]:
     """Requests that no measured one shares a prefix with."""
     return random_requests(settings.warmup, (64, 64), (8, 8), model.vocab_size, rng)
 

@@ -26,6 +26,7 @@ COMMANDS = {
     "generate": Command("pagemill_client.generate", "continue a text, streaming to the terminal"),
     "chat": Command("pagemill_client.chat", "talk to the model, with history; /exit ends it"),
     "bench": Command("pagemill_client.bench", "load generator: throughput, latencies, goodput"),
+    "tune": Command("pagemill_client.tune", "find the settings that serve a load best on this machine"),
 }
 
 ROLES = {

@@ -124,10 +124,9 @@ def parse_range(text: str) -> tuple[int, int]:
     return least, most
 
 
-class BenchSettings(ConnectionSettings):
-    """Load a running service and report what clients saw."""
+class LoadSettings(Settings):
+    """Which requests to send, and how many at once."""
 
-    prog: ClassVar[str] = "pagemill bench"
     workload: Path | None = None
     """JSON file: a list of {"ids": [token ids], "n_out": tokens, "at": seconds (optional)}; default: random requests"""
     num_requests: int = Field(default=64, ge=1)
@@ -142,14 +141,20 @@ class BenchSettings(ConnectionSettings):
     """closed loop: requests in flight (without --rate)"""
     connections: int = Field(default=4, ge=1)
     """connections that share the requests; a gateway takes 100 streams on each by default"""
+    warmup: int = Field(default=2, ge=0)
+    """requests sent before the clock starts"""
+
+
+class BenchSettings(LoadSettings, ConnectionSettings):
+    """Load a running service and report what clients saw."""
+
+    prog: ClassVar[str] = "pagemill bench"
     rate: list[float] = Field(default=[])
     """open loop: mean arrivals per second (Poisson); several values, one run each; default: closed loop"""
     use_arrivals: bool = False
     """open loop with the "at" of the workload file"""
     repeat: int = Field(default=1, ge=1)
     """runs of the whole workload"""
-    warmup: int = Field(default=2, ge=0)
-    """requests sent before the clock starts"""
     slo_ttft_ms: float = Field(default=1000.0, gt=0)
     """goodput counts requests whose first token came within this, in milliseconds"""
     slo_itl_ms: float = Field(default=50.0, gt=0)
@@ -158,3 +163,34 @@ class BenchSettings(ConnectionSettings):
     """write the report to this JSON file as well"""
     format: Literal["table", "json"] = "table"
     """what goes to standard output"""
+
+
+class TuneSettings(LoadSettings):
+    """Find the settings that serve a load best on this machine. Options of `pagemill serve` may follow; they hold for
+    every service that is measured, and --config names a file to start from.
+    """
+
+    prog: ClassVar[str] = "pagemill tune"
+    model: str
+    """Hugging Face directory or GGUF file; "demo" is the installed demo model"""
+    output: Path = Path("pagemill-tuned.yaml")
+    """config file to write, for pagemill serve --config"""
+    report: Path | None = None
+    """write every run to this JSON file as well"""
+    overwrite: bool = False
+    """replace files that exist"""
+    budget_s: float = Field(default=900.0, gt=0, le=604_800)
+    """seconds to spend; the first run is made in any case"""
+    choose: Literal["throughput", "latency"] = "throughput"
+    """throughput: most tokens/s whose p99 ITL is at most --max-itl-ms; latency: least p99 ITL with at least
+    --min-tokens-per-s"""
+    max_itl_ms: float | None = Field(default=None, gt=0)
+    """bound of the 99th percentile of the time between tokens, in milliseconds; default: that of the start, and 5 %"""
+    min_tokens_per_s: float | None = Field(default=None, gt=0)
+    """bound of the throughput; default: that of the start, less 5 %"""
+    confirm: int = Field(default=2, ge=0, le=20)
+    """runs that start and winner get again at the end, in turn; medians decide"""
+    rate: float | None = Field(default=None, gt=0)
+    """open loop: mean arrivals per second (Poisson); default: closed loop"""
+    timeout_s: float = Field(default=600.0, gt=0, le=86_400)
+    """deadline of each request, in seconds"""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pagemill.settings import ServiceSettings
+from pagemill.settings import ServiceSettings, Settings
 
 
 class OptionError(ValueError):
@@ -39,7 +39,7 @@ STOP_ORDER = (GATEWAY, SCHEDULER, EXECUTOR)
 """Gateways first: they finish their streams, for which the other two must still run."""
 
 
-def defaults(settings_type: type[ServiceSettings]) -> dict[str, Any]:
+def defaults(settings_type: type[Settings]) -> dict[str, Any]:
     """Flag (without dashes) → default, of every option."""
     fields = settings_type.model_fields.items()
     return {name.replace("_", "-"): field.get_default(call_default_factory=True) for name, field in fields}
@@ -51,6 +51,17 @@ class SharedOut:
 
     serve: list[str]
     by_role: dict[str, list[str]]
+
+
+def split(argv: Sequence[str], own: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Tokens of a command's own options, and all others. Raises OptionError for a word that belongs to none."""
+    own = {*own, "help"}
+    mine: list[str] = []
+    others: list[str] = []
+    for group in _groups(argv):
+        flag = group[0].removeprefix("--").partition("=")[0]
+        (mine if _has(own, flag) or group[0] == "-h" else others).extend(group)
+    return mine, others
 
 
 EVERYBODYS = ("config", "log-level")

@@ -38,6 +38,8 @@ class Stack:
     """What to tell the operator about where it listens."""
     ports: tuple[Listener, ...]
     """The TCP ports that must be free before the start."""
+    loaded: Mapping[str, Any]
+    """The settings of each role, by its name."""
 
 
 def main(argv: list[str]) -> int:
@@ -86,6 +88,7 @@ def plan(argv: list[str], directory: Path) -> Stack:
         target,
         _listeners(target, loaded),
         _ports(host, port, loaded),
+        loaded,
     )
 
 

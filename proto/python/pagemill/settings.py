@@ -103,7 +103,7 @@ def _check_file(settings_type: type[S], path: Path) -> None:
         _refuse(settings_type, f"--config: no such file: {path}")
     try:
         _refuse_doubled(path)
-        values = _file_values(path)
+        values = file_values(path)
     except Exception as error:  # whatever the parsers raise: the line must say what to mend
         _refuse(settings_type, f"--config {path}: {_what_is_wrong(error)}")
         raise AssertionError from error
@@ -157,7 +157,7 @@ def _what_is_wrong(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def _file_values(path: Path) -> dict[str, Any]:
+def file_values(path: Path) -> dict[str, Any]:
     """The top-level keys of a --config file, known or not, and their values."""
     kind = TomlConfigSettingsSource if path.suffix == ".toml" else YamlConfigSettingsSource
     return {str(key): value for key, value in kind(ServiceSettings, path).init_kwargs.items()}
