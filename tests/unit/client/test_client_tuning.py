@@ -148,6 +148,8 @@ def test_the_sweep_climbs_to_the_best_values_in_both_directions() -> None:
     assert len(tried) <= 20
     assert len(set(tried)) == len(tried)
     assert START not in tried
+    # What got better upwards is not tried downwards.
+    assert min(candidate.max_num_batched_tokens for candidate in tried) > 256
 
 
 def test_a_service_that_nothing_helps_is_left_as_it_is() -> None:
