@@ -1,15 +1,18 @@
 """How much memory the running sequences are going to need, so that admission can leave it to them.
 
 Two parts. `OutputLengths` learns from finished outputs how many tokens a sequence that has given `n` will still give.
-`peak_blocks` follows the running sequences into the future: when the one with the least left ends, its blocks come
+`Crowd` follows the running sequences into the future: when the one with the least left ends, its blocks come
 back; in between all others have grown. What is needed at the worst moment is less than the sum of what each may use,
 and more than what they use now.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
+from itertools import accumulate
 from math import ceil
+from operator import add
 
 _MAX_BUCKETS = 96
 """Enough for lengths below 2**47; they come as 32-bit numbers."""
@@ -23,7 +26,7 @@ _PRIOR_WEIGHT = 8.0
 class OutputLengths:
     """A decaying histogram of output lengths, in buckets of half powers of two."""
 
-    __slots__ = ("_above", "_is_stale", "_step", "_sums", "_total", "_weight_at_limit", "_weights")
+    __slots__ = ("_above", "_is_stale", "_ran_out", "_step", "_sums", "_total", "_weight_at_limit", "_weights")
 
     def __init__(self) -> None:
         self._weights = [0.0] * _MAX_BUCKETS
@@ -33,6 +36,8 @@ class OutputLengths:
         self._weight_at_limit = 0.0
         self._above: list[tuple[float, float]] = []
         """Per bucket: weight, and sum of lengths, of the buckets above it."""
+        self._ran_out = 1.0
+        """Share of outputs that are as long as they may be."""
         self._is_stale = True
 
     def finished(self, num_tokens: int, *, at_limit: bool) -> None:
@@ -45,22 +50,20 @@ class OutputLengths:
             bucket = _bucket(num_tokens)
             self._weights[bucket] += self._step
             self._sums[bucket] += self._step * num_tokens
-            self._is_stale = True
+        self._is_stale = True
         if self._step > _RESCALE_AT:
             self._rescale()
 
     def remaining(self, num_tokens: int, limit: int) -> float:
         """Tokens that an output which has that many, and may have `limit`, is expected to get yet."""
-        most = max(0, limit - num_tokens)
-        known = self._total / self._step
-        ran_out = (self._weight_at_limit / self._step + _PRIOR_WEIGHT) / (known + _PRIOR_WEIGHT)
+        most = limit - num_tokens if limit > num_tokens else 0
         if self._is_stale:
             self._sum_up()
         weight, total = self._above[_bucket(num_tokens)]
         if not weight:
             return most
         by_itself = min(most, max(0.0, total / weight - num_tokens))
-        return ran_out * most + (1.0 - ran_out) * by_itself
+        return self._ran_out * most + (1.0 - self._ran_out) * by_itself
 
     def _sum_up(self) -> None:
         self._above = [(0.0, 0.0)] * _MAX_BUCKETS
@@ -69,6 +72,8 @@ class OutputLengths:
             self._above[bucket] = (weight, total)
             weight += self._weights[bucket]
             total += self._sums[bucket]
+        known = self._total / self._step
+        self._ran_out = (self._weight_at_limit / self._step + _PRIOR_WEIGHT) / (known + _PRIOR_WEIGHT)
         self._is_stale = False
 
     def _rescale(self) -> None:
@@ -81,16 +86,35 @@ class OutputLengths:
         self._is_stale = True
 
 
-def peak_blocks(sequences: Iterable[tuple[float, int]], block_size: int) -> int:
-    """Most blocks that the sequences will hold at once.
+class Crowd:
+    """Sequences that run together: of each the positions that it is expected to need beyond its slots, and the blocks
+    that it holds alone.
 
-    Each is a pair: positions that it is expected to need beyond the slots it has, and blocks it holds alone.
+    Sorted once, it answers for one more sequence after the other: a queue whose heads do not fit asks in every plan.
     """
-    peak = held = 0
-    for alive, (num_positions, num_blocks) in enumerate(sorted(sequences, reverse=True), start=1):
-        held += num_blocks
-        peak = max(peak, held + alive * ceil(num_positions / block_size))
-    return peak
+
+    __slots__ = ("_block_size", "_held", "_later", "_sooner", "_to_come")
+
+    def __init__(self, sequences: Iterable[tuple[float, int]], block_size: int) -> None:
+        self._block_size = block_size
+        largest_first = sorted(sequences, reverse=True)
+        self._to_come = [-num_positions for num_positions, _ in largest_first]
+        """Negated positions, those with the most first: they are there when the others have ended."""
+        self._held = [*accumulate((num_blocks for _, num_blocks in largest_first), initial=0)]
+        """Blocks that the first of them hold, by how many."""
+        growths = [ceil(num_positions / block_size) for num_positions, _ in largest_first]
+        needed = [self._held[alive] + alive * growth for alive, growth in enumerate(growths, start=1)]
+        self._sooner = [*accumulate(needed, max, initial=0)]
+        """Most blocks that are needed while no more than so many are there."""
+        with_another = map(add, reversed(needed), reversed(growths))
+        self._later = [*accumulate(with_another, max, initial=0)][::-1]
+        """Most blocks that are needed while more than so many are there, and somebody else who grows like them."""
+
+    def peak_with(self, num_positions: float, num_blocks: int) -> int:
+        """Most blocks that they will hold at once, and one more sequence with them."""
+        index = bisect_right(self._to_come, -num_positions)
+        needed = self._held[index] + num_blocks + (index + 1) * ceil(num_positions / self._block_size)
+        return max(self._sooner[index], needed, self._later[index] + num_blocks)
 
 
 def _bucket(num_tokens: int) -> int:

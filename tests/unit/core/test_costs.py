@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_right
 from dataclasses import replace
-from math import inf, nan
+from math import ceil, inf, nan
 
 import pytest
 
@@ -13,7 +13,7 @@ from scheduler_svc.core.costs import OVERLAP, BlockCosts, Forecast, TailLosses, 
 from scheduler_svc.core.memory import KvMemory
 from scheduler_svc.core.params import PreemptionMode
 from scheduler_svc.core.preemption import Action, Victim, choose_action, forecast_s
-from scheduler_svc.core.reserve import OutputLengths, peak_blocks
+from scheduler_svc.core.reserve import Crowd, OutputLengths
 from tests.unit.core.kv_samples import EXECUTOR, limits
 
 # Costs
@@ -109,7 +109,6 @@ def test_old_experience_fades_and_weights_do_not_overflow() -> None:
 @pytest.mark.parametrize(
     ("sequences", "peak"),
     [
-        ([], 0),
         ([(0.0, 3)], 3),
         ([(8.0, 3)], 5),
         ([(8.0, 3), (8.0, 3)], 10),
@@ -118,7 +117,24 @@ def test_old_experience_fades_and_weights_do_not_overflow() -> None:
     ],
 )
 def test_the_peak_is_at_the_worst_moment_not_the_sum(sequences: list[tuple[float, int]], peak: int) -> None:
-    assert peak_blocks(sequences, 4) == peak
+    for index, last in enumerate(sequences):
+        others = [*sequences[:index], *sequences[index + 1 :]]
+        assert Crowd(others, 4).peak_with(*last) == peak, "whoever comes last"
+
+
+def blocks_at(sequences: list[tuple[float, int]], block_size: int, num_positions: float) -> int:
+    """What those hold who are still there when each has grown by so many positions."""
+    growth = ceil(num_positions / block_size)
+    return sum(num_blocks + growth for to_come, num_blocks in sequences if to_come >= num_positions)
+
+
+def test_the_peak_of_a_crowd_is_that_of_following_it_to_the_end() -> None:
+    rng = random.Random(5)
+    for _ in range(2000):
+        block_size = rng.choice([1, 4, 16])
+        of_each = [(rng.randint(0, 24) / rng.choice([1, 2]), rng.randint(0, 9)) for _ in range(rng.randint(1, 7))]
+        expected = max(blocks_at(of_each, block_size, num_positions) for num_positions, _ in of_each)
+        assert Crowd(of_each[1:], block_size).peak_with(*of_each[0]) == expected, (of_each, block_size)
 
 
 BORDERS = [1, *(half for power in range(1, 40) for half in (2**power, 3 * 2 ** (power - 1)))]
