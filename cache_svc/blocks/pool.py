@@ -313,8 +313,10 @@ class BlockPool:
 
     def _next_to_go(self) -> int:
         """The cached block to evict next."""
-        oldest = next(iter(self._cached))
-        first = None if self.shares is None else self.shares.first()
+        oldest, shares = next(iter(self._cached)), self.shares
+        if shares is None or shares.num_owners < 2:
+            return oldest
+        first = shares.first()
         if first is None or first == oldest:
             return oldest
         self.num_share_evictions += 1
@@ -322,18 +324,17 @@ class BlockPool:
 
     def _evict(self, num_blocks: int, evicted: list[Evicted] | None) -> list[int]:
         """Takes the cached blocks that are to go, which must be there, out of the cache."""
+        cached, keys, index, shares = self._cached, self._keys, self._index, self.shares
         block_ids = []
         for _ in range(num_blocks):
             block_id = self._next_to_go()
-            self._uncache(block_id)
-            key = self._keys[block_id]
+            key = keys[block_id]
             assert key is not None
-            self._keys[block_id] = None
-            del self._index[key]
+            del cached[block_id], index[key]
+            keys[block_id] = None
             block_ids.append(block_id)
+            owner = b"" if shares is None else shares.evicted(block_id)
             if evicted is not None:
-                evicted.append(Evicted(block_id, key, self.owner_of(block_id)))
-            if self.shares is not None:
-                self.shares.freed(block_id)
+                evicted.append(Evicted(block_id, key, owner))
         self.num_evictions += num_blocks
         return block_ids

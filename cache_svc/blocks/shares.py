@@ -29,6 +29,11 @@ class Shares:
         """Of each owner that has any: cached blocks, least recently used first, and when that was."""
         self._num_uses = 0
 
+    @property
+    def num_owners(self) -> int:
+        """Owners of blocks that are not free. With a single one, no block goes before its time."""
+        return len(self._num_held)
+
     def owner_of(self, block_id: int) -> bytes:
         """Who holds the block, or held it last."""
         return self._owners[block_id]
@@ -54,10 +59,20 @@ class Shares:
         if not num_held:
             del self._num_held[owner]
 
+    def evicted(self, block_id: int) -> bytes:
+        """A cached block is nobody's: whose it was."""
+        self.uncached(block_id)
+        self.freed(block_id)
+        return self._owners[block_id]
+
     def cached(self, block_id: int) -> None:
         """The block is cached, used just now."""
         self._num_uses += 1
-        self._cached.setdefault(self._owners[block_id], OrderedDict())[block_id] = self._num_uses
+        owner = self._owners[block_id]
+        blocks = self._cached.get(owner)
+        if blocks is None:
+            blocks = self._cached[owner] = OrderedDict()
+        blocks[block_id] = self._num_uses
 
     def uncached(self, block_id: int) -> None:
         """The block is used again, or about to be free."""
@@ -69,8 +84,14 @@ class Shares:
 
     def first(self) -> int | None:
         """The least recently used of the blocks cached for those who hold too much; None where there is none."""
-        heads = [next(iter(self._cached[owner].items())) for owner in self._over if owner in self._cached]
-        return min(heads, key=_when)[0] if heads else None
+        first, when = None, 0
+        for owner in self._over:
+            blocks = self._cached.get(owner)
+            if blocks is not None:
+                block_id, used = next(iter(blocks.items()))
+                if first is None or used < when:
+                    first, when = block_id, used
+        return first
 
     def check(self, held: Iterable[int], cached: Iterable[int]) -> list[str]:
         """What is wrong, one line each, where those blocks are not free and these cached, least recently used first."""
@@ -92,7 +113,3 @@ class Shares:
             )
             if kept != expected
         ]
-
-
-def _when(head: tuple[int, int]) -> int:
-    return head[1]

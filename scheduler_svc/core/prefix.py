@@ -102,8 +102,10 @@ class PrefixIndex:
         if not self.is_on:
             return
         num_blocks = min(num_positions, seq.prefill_len) // self.block_size
-        for index in range(max(seq.prefix.num_expected, seq.prefix.num_published), num_blocks):
-            self._expected.setdefault(self._key(seq, index), seq)
+        first = max(seq.prefix.num_expected, seq.prefix.num_published)
+        expected = self._expected
+        for key in self._keys_between(seq, first, num_blocks):
+            expected.setdefault(key, seq)
         seq.prefix.num_expected = max(seq.prefix.num_expected, num_blocks)
 
     def publish(self, seq: Sequence, num_positions: int) -> list[tuple[int, bytes]]:
@@ -114,15 +116,15 @@ class PrefixIndex:
         if not self.is_on or num_positions // self.block_size <= seq.prefix.num_published:
             return []
         assert seq.table is not None
+        first, end = seq.prefix.num_published, num_positions // self.block_size
         new = []
-        for index in range(seq.prefix.num_published, num_positions // self.block_size):
-            key = self._key(seq, index)
-            if self._expected.get(key) is seq:
-                del self._expected[key]
-            block_id = seq.table.block_ids[index]
-            if self._device.key_of(block_id) is None and self._device.publish(block_id, key):
+        expected, key_of, publish = self._expected, self._device.key_of, self._device.publish
+        for block_id, key in zip(seq.table.block_ids[first:end], self._keys_between(seq, first, end), strict=True):
+            if expected.get(key) is seq:
+                del expected[key]
+            if key_of(block_id) is None and publish(block_id, key):
                 new.append((block_id, key))
-        seq.prefix.num_published = num_positions // self.block_size
+        seq.prefix.num_published = end
         return new
 
     def leave(self, seq: Sequence) -> None:
@@ -146,6 +148,18 @@ class PrefixIndex:
     def _key(self, seq: Sequence, index: int) -> bytes:
         keys = self._keys(seq)
         if index >= len(keys):
-            root = keys[0] if keys else root_key(*self._identity, seq.spec.cache_salt, seq.spec.adapter)
-            extend_chain(keys, root, seq.token_ids, self.block_size, index + 1)
+            self._extend(seq, keys, index + 1)
         return keys[index]
+
+    def _keys_between(self, seq: Sequence, first: int, end: int) -> list[bytes]:
+        """The keys of the blocks `first` to `end - 1`, missing ones made in one go; none where `end` is not behind."""
+        if first >= end:
+            return []
+        keys = self._keys(seq)
+        if end > len(keys):
+            self._extend(seq, keys, end)
+        return keys[first:end]
+
+    def _extend(self, seq: Sequence, keys: list[bytes], num_blocks: int) -> None:
+        root = keys[0] if keys else root_key(*self._identity, seq.spec.cache_salt, seq.spec.adapter)
+        extend_chain(keys, root, seq.token_ids, self.block_size, num_blocks)
