@@ -7,7 +7,9 @@ Deterministic load on an executor that answers at once with fixed tokens, plans 
 steady      n sequences decode, none comes or goes; a sixteenth of them needs a block each step
 churn       256 run, outputs of 64 tokens, so that about four sequences end and start each step, with chunked prefill
 queued      the same with 10,000 waiting, refilled by one submission for each that ends (its cost included)
+starting    each step begins four prompts of 2,048 tokens, in blocks that it takes from a full cache
 blocked     256 run in a pool with no room for the next, 10,000 waiting: admission looks and finds no fit each step
+reserving   1,024 run, and what 10,000 waiting ones need is there, but kept for their growth: the same with arithmetic
 
 Prints the median, the 99th percentile and the worst of the process's CPU time per step, in milliseconds.
 """
@@ -38,7 +40,7 @@ class Load:
         num_running: int,
         num_blocks: int,
         prompt: tuple[int, int],
-        output: int,
+        output: tuple[int, int],
         block_size: int = 16,
         growth_reserve: float = 1.0,
         chunk: int = 512,
@@ -73,8 +75,9 @@ class Load:
     def submit(self, count: int) -> None:
         for _ in range(count):
             prompt_ids = [self.num_submitted, *[7] * self.rng.randint(*self.prompt)]  # no two begin alike
+            output = self.rng.randint(*self.output)
             spec = SequenceSpec(
-                SeqId(self.num_submitted), prompt_ids, self.output, frozenset({2}), arrival=self.now, deadline=1e9
+                SeqId(self.num_submitted), prompt_ids, output, frozenset({2}), arrival=self.now, deadline=1e9
             )
             assert self.scheduler.submit(spec, self.now) is None
             self.num_submitted += 1
@@ -118,7 +121,7 @@ class Load:
 
 
 def steady(num_running: int, num_steps: int) -> list[float]:
-    load = Load(num_running, num_running * (num_steps + 1100) // 16, (1, 31), num_steps + 1000)
+    load = Load(num_running, num_running * (num_steps + 1100) // 16, (1, 31), (num_steps + 1000,) * 2)
     load.submit(num_running)
     load.run(200, refill=False)
     assert load.scheduler.stats().running == num_running
@@ -127,7 +130,7 @@ def steady(num_running: int, num_steps: int) -> list[float]:
 
 def steady_long(num_steps: int) -> list[float]:
     """1,024 sequences of 8,192 prompt tokens: half a million blocks in use."""
-    load = Load(1024, 1024 * (8192 + num_steps + 1000) // 16, (8191, 8191), num_steps + 200, chunk=1 << 16)
+    load = Load(1024, 1024 * (8192 + num_steps + 1000) // 16, (8191, 8191), (num_steps + 200,) * 2, chunk=1 << 16)
     load.submit(1024)
     while load.scheduler.stats().prefill_tokens_total < 1024 * 8192:
         load.run(10, refill=False)
@@ -136,7 +139,7 @@ def steady_long(num_steps: int) -> list[float]:
 
 
 def churn(num_queued: int, num_steps: int) -> list[float]:
-    load = Load(256, 256 * 40, (20, 400), 64)
+    load = Load(256, 256 * 40, (20, 400), (64, 64))
     load.submit(256 + num_queued)
     load.run(200, refill=True)
     return load.run(num_steps, refill=True)
@@ -145,7 +148,7 @@ def churn(num_queued: int, num_steps: int) -> list[float]:
 def blocked(num_steps: int) -> list[float]:
     """Each that runs has one block it never outgrows, two are free, and every waiting one needs three."""
     num_steps = min(num_steps, 700)
-    load = Load(257, 258, (1, 31), 2000, block_size=1024, growth_reserve=0.0)
+    load = Load(257, 258, (1, 31), (2000, 2000), block_size=1024, growth_reserve=0.0)
     load.submit(256)
     load.run(200, refill=False)
     load.prompt = (2049, 2049)
@@ -155,15 +158,32 @@ def blocked(num_steps: int) -> list[float]:
     return times
 
 
+def starting(num_steps: int) -> list[float]:
+    """80 or so run; the cached blocks of those before them fill the rest of the pool."""
+    load = Load(256, 256 * 150, (2047, 2047), (20, 20), chunk=8192)
+    load.submit(400)
+    load.run(150, refill=True)
+    assert load.scheduler.stats().evictions_total > 0
+    return load.run(num_steps, refill=True)
+
+
 def reserving(num_steps: int) -> list[float]:
-    """1,024 sequences of 2,048 tokens run, and what 10,000 others would need is kept for their growth."""
-    load = Load(1025, 1024 * 200, (2047, 2047), 2000, chunk=1 << 16)
+    """1,024 sequences of 2,048 tokens run, and of 10,000 others no more than a few find a place though 30 % are free.
+
+    The pool is what the 1,024 need at the worst moment, when the shortest of their outputs ends, and 68 blocks.
+    """
+    load = Load(1280, 226_900, (2047, 2047), (1500, 2000), chunk=1 << 16)
     load.submit(1024)
     while load.scheduler.stats().prefill_tokens_total < 1024 * 2048:
         load.run(10, refill=False)
+    load.prompt, load.output = (500, 3000), (2000, 2000)
     load.submit(10_000)
+    load.run(20, refill=False)
     times = load.run(num_steps, refill=False)
-    assert load.scheduler.stats().queue_requests > 9_000
+    stats = load.scheduler.stats()
+    assert 1024 <= stats.running < 1040
+    assert stats.queue_requests > 9_980
+    assert stats.blocks_free > 0.3 * stats.blocks_total
     return times
 
 
@@ -178,6 +198,7 @@ def main() -> None:
         "steady 1024 x 8192 tokens": lambda: steady_long(min(args.steps, 500)),
         "churn 256": lambda: churn(0, args.steps),
         "churn 256, 10000 queued": lambda: churn(10_000, args.steps),
+        "starting 4 x 2048 tokens": lambda: starting(min(args.steps, 500)),
         "reserving 1024, 10000 queued": lambda: reserving(min(args.steps, 300)),
         "blocked 256, 10000 queued": lambda: blocked(args.steps),
     }
