@@ -2,6 +2,7 @@
 
     python -m bench.bench_steps                                              # what auto chooses
     python -m bench.bench_steps --variant bfloat16/native --variant float32/sdpa
+    python -m bench.bench_steps --variant auto/auto --variant auto/auto/int8 --variant auto/auto/gguf
 
 Variants take turns shape by shape; milliseconds, median [least] of --rounds steps. A step ends with the logits.
 """
@@ -61,16 +62,26 @@ def step_s(runner: PagedRunner, batch: Batch) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="directory or GGUF file; default: the demo model")
-    parser.add_argument("--variant", action="append", help="DTYPE/BACKEND, each may be auto; default: auto/auto")
+    parser.add_argument("--variant", action="append", help="DTYPE/BACKEND[/WEIGHT DTYPE], each may be auto")
+    parser.add_argument("--shape", action="append", choices=list(SHAPES), help="default: all")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     runners: dict[str, PagedRunner] = {}
     for variant in args.variant or ["auto/auto"]:
-        dtype, attention = variant.split("/")
-        runner = load(args.model or find_demo_model(), dtype=dtype, attention=attention, block_size=BLOCK_SIZE)
+        dtype, attention, weight_dtype = (*variant.split("/"), "auto")[:3]
+        runner = load(
+            args.model or find_demo_model(),
+            dtype=dtype,
+            weight_dtype=weight_dtype,
+            attention=attention,
+            block_size=BLOCK_SIZE,
+        )
         runner.allocate_kv(max(int(batch.block_tables.max()) for batch in SHAPES.values()) + 1)
         runners[f"{runner.dtype_name}/{runner.attention_name}"] = runner
+        print(f"{list(runners)[-1]}: weights {runner.weight_bytes / (1 << 20):.1f} MiB")
     for name, batch in SHAPES.items():
+        if args.shape and name not in args.shape:
+            continue
         seconds: dict[str, list[float]] = {variant: [] for variant in runners}
         for number in range(args.rounds + 1):
             for variant, runner in runners.items():

@@ -128,10 +128,11 @@ PM_EXPORT int32_t pm_quantised_forward(const pm_quantised *q) {
   const int64_t stride = (q->in_features + 63) / 64 * 64, own = PM_LINEAR_ROWS * PM_PANEL;
   const int threads = q->in_features * q->out_features < WORTH_SHARING ? 1 : omp_get_max_threads();
   const int64_t scales = (q->rows * groups + 15) / 16 * 16;
-  float *memory = (float *)aligned_alloc(64, q->rows * stride + (2 * scales + own * threads) * sizeof(float));
+  float *memory = (float *)aligned_alloc(64, q->rows * stride + (3 * scales + own * threads) * sizeof(float));
   if (!memory) return -1;
-  float *room = memory + 2 * scales;
-  const pm_int8_rows x = {(int8_t *)(room + own * threads), memory, (int32_t *)memory + scales, stride, groups};
+  float *room = memory + 3 * scales;
+  const pm_int8_rows x = {(int8_t *)(room + own * threads), memory, (int32_t *)memory + scales, memory + 2 * scales,
+                          stride, groups};
 #pragma omp parallel num_threads(threads)
   {
     const int64_t n = omp_get_num_threads(), i = omp_get_thread_num();

@@ -3,12 +3,13 @@
 
 #include "kernels.h"
 
-// Quantised inputs: `values` (rows, stride), in each row groups of numbers padded with zeros to `stride`; a scale and a sum of
-// the numbers per row and group.
+// Quantised inputs: `values` (rows, stride), in each row groups of numbers padded with zeros to `stride`; a scale, the sum of
+// the numbers, and scale times sum per row and group.
 struct pm_int8_rows {
   int8_t *values;
   float *scales;
   int32_t *sums;
+  float *scaled_sums;
   int64_t stride, groups;
 };
 

@@ -3,9 +3,10 @@
 
 constexpr float ROUND = 12582912.0f;  // added to |x| < 2^22, it leaves the nearest integer in the low bits
 
-// A group of `size` inputs to `to`, of which zeros follow up to the next multiple of VW. Not finite: NaN for the group.
+// A group of `size` inputs to `to`, where zeros follow up to the next multiple of VW, and what belongs to it to place
+// `group`. Not finite: NaN for the group.
 template <class T>
-INLINE void quantise_group(const T *x, int64_t size, int8_t *to, float *scale, int32_t *sum) {
+INLINE void quantise_group(const T *x, int64_t size, const pm_int8_rows &rows, int8_t *to, int64_t group) {
   const int64_t whole = size / VW * VW;
   vf top{};
   vi finite = vi{} - 1;
@@ -19,7 +20,7 @@ INLINE void quantise_group(const T *x, int64_t size, int8_t *to, float *scale, i
   bool all = true;
   for (int i = 0; i < VW; ++i) all = all && finite[i];
   const float most = max_lanes(top);
-  *scale = all ? most / 127.0f : __builtin_nanf("");
+  const float scale = all ? most / 127.0f : __builtin_nanf("");
   const vf inverse = set1(!all || most < 1e-36f ? 0 : 127.0f / most);
   vi sums{};
   const auto convert = [&](vf v, int64_t j) {
@@ -36,8 +37,11 @@ INLINE void quantise_group(const T *x, int64_t size, int8_t *to, float *scale, i
     for (int64_t j = 0; j < whole; j += VW) convert(get(x + j), j);
     if (whole < size) convert(get(x + whole, size - whole), whole);
   }
-  *sum = 0;
-  for (int i = 0; i < VW; ++i) *sum += sums[i];
+  int32_t sum = 0;
+  for (int i = 0; i < VW; ++i) sum += sums[i];
+  rows.scales[group] = scale;
+  rows.sums[group] = sum;
+  rows.scaled_sums[group] = scale * (float)sum;
 }
 
 template <class T>
@@ -45,8 +49,8 @@ static void quantise_as(const pm_quantised &q, const pm_int8_rows &x, int64_t fi
   const int64_t size = q.format == PM_INT8_ROWS ? q.in_features : (int64_t)PM_GROUP;
   for (int64_t row = first; row < end; ++row)
     for (int64_t g = 0; g < x.groups; ++g)
-      quantise_group((const T *)q.x + row * q.x_stride + g * size, size, x.values + row * x.stride + g * size,
-                     x.scales + row * x.groups + g, x.sums + row * x.groups + g);
+      quantise_group((const T *)q.x + row * q.x_stride + g * size, size, x, x.values + row * x.stride + g * size,
+                     row * x.groups + g);
 }
 static void quantise_inputs(const pm_quantised &q, const pm_int8_rows &x, int64_t first, int64_t end) {
   if (q.dtype == PM_F32)
@@ -102,6 +106,7 @@ struct Int8Groups {
       vi sums[R][C] = {};
       const int8_t *input = x.values + row * x.stride + g * PM_GROUP;
       const uint8_t *values = p.values + g * (PM_GROUP / 4 * WORD_BYTES) + column * 4;
+#pragma GCC unroll 1  // see Int4Groups
       for (int i = 0; i < PM_GROUP / 4; ++i) {
         Int8Weights w[C];
 #pragma GCC unroll 4
@@ -119,7 +124,7 @@ struct Int8Groups {
         const int64_t at = (row + r) * x.groups + g;
         for (int c = 0; c < C; ++c) {
           const vf sum = __builtin_convertvector(sums[r][c] - INT8_OFFSET * x.sums[at], vf);
-          out[r][c] += sum * scale[c] * x.scales[at];
+          out[r][c] += sum * x.scales[at] * scale[c];
         }
       }
     }
@@ -136,18 +141,25 @@ struct Int4Groups {
       NibbleSum sums[R][C] = {};
       const int8_t *input = x.values + row * x.stride + g * PM_GROUP;
       const uint8_t *values = p.values + g * (PM_GROUP / 8 * WORD_BYTES) + column * 4;
-      for (int i = 0; i < PM_GROUP / 8; ++i)
+#pragma GCC unroll 1  // unrolled, all products come first and their sums, which do not fit the registers, later
+      for (int i = 0; i < PM_GROUP / 8; ++i) {
+        vu low[C], high[C];
 #pragma GCC unroll 4
         for (int c = 0; c < C; ++c) {
           const vu packed = load<vu>(values + i * WORD_BYTES + c * VW * 4);
-          const vu low = packed & 0x0f0f0f0fu, high = packed >> 4 & 0x0f0f0f0fu;
-#pragma GCC unroll 8
-          for (int r = 0; r < R; ++r) {
-            const int8_t *word = input + r * x.stride + i * 4;
-            sums[r][c] = dot_nibbles(sums[r][c], low, spread_word(word));
-            sums[r][c] = dot_nibbles(sums[r][c], high, spread_word(word + PM_GROUP / 2));
-          }
+          low[c] = packed & 0x0f0f0f0fu;
+          high[c] = packed >> 4 & 0x0f0f0f0fu;
         }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          const int8_t *word = input + r * x.stride + i * 4;
+          const vu first = spread_word(word), second = spread_word(word + PM_GROUP / 2);
+#pragma GCC unroll 4
+          for (int c = 0; c < C; ++c) sums[r][c] = dot_nibbles(sums[r][c], low[c], first);
+#pragma GCC unroll 4
+          for (int c = 0; c < C; ++c) sums[r][c] = dot_nibbles(sums[r][c], high[c], second);
+        }
+      }
       vf scale[C], least[C];
       group_halves<C>(p.scales, g, column, scale);
       if (p.mins)
@@ -156,10 +168,9 @@ struct Int4Groups {
         for (int c = 0; c < C; ++c) least[c] = scale[c] * -8.0f;
       for (int r = 0; r < R; ++r) {
         const int64_t at = (row + r) * x.groups + g;
-        const float sum = (float)x.sums[at];
         for (int c = 0; c < C; ++c) {
-          const vf group = __builtin_convertvector(total(sums[r][c]), vf) * scale[c] + least[c] * sum;
-          out[r][c] += group * x.scales[at];
+          out[r][c] += __builtin_convertvector(total(sums[r][c]), vf) * x.scales[at] * scale[c];
+          out[r][c] += least[c] * x.scaled_sums[at];
         }
       }
     }
@@ -177,15 +188,13 @@ template <class Format, int R, int C>
 static void quantised_rows(const pm_int8_rows &x, int64_t first, int rows, const QuantisedPanel &p, float *y) {
   int r = 0;
   for (; r + R <= rows; r += R) panel_rows<Format, R, C>(x, first + r, p, y + r * PANEL);
-  for (; r + 2 <= rows; r += 2) panel_rows<Format, 2, PANEL_VECTORS < 2 ? 1 : 2>(x, first + r, p, y + r * PANEL);
-  if (r < rows) panel_rows<Format, 1, PANEL_VECTORS < 2 ? 1 : 2>(x, first + r, p, y + r * PANEL);
+  for (; r + 2 <= rows; r += 2) panel_rows<Format, 2, C>(x, first + r, p, y + r * PANEL);
+  if (r < rows) panel_rows<Format, 1, C>(x, first + r, p, y + r * PANEL);
 }
 
 // Panels [first, end) for all rows. `room`: BLOCK_ROWS results of the thread's own.
 static void quantised(const pm_quantised &q, const pm_int8_rows &x, float *room, int64_t first, int64_t end) {
-  constexpr int int8_vectors = VW == 16 ? 1 : 2;
-  constexpr int int8_many = VW == 16 ? 8 : VW == 8 ? 4 : 2;
-  constexpr int group_many = VW == 16 ? 8 : VW == 8 ? 6 : 2;
+  constexpr int vectors = VW == 16 ? 1 : 2, many = VW == 16 ? 8 : VW == 8 ? 4 : 2;
   const int64_t words = (q.in_features + 3) / 4, groups = q.in_features / PM_GROUP;
   for (int64_t row = 0; row < q.rows; row += BLOCK_ROWS) {
     const int rows = q.rows - row < BLOCK_ROWS ? (int)(q.rows - row) : BLOCK_ROWS;
@@ -194,13 +203,13 @@ static void quantised(const pm_quantised &q, const pm_int8_rows &x, float *room,
       if (mins) mins += p * groups * PANEL;
       const uint8_t *values = q.values;
       if (q.format == PM_INT8_ROWS)
-        quantised_rows<Int8Rows, int8_many, int8_vectors>(
+        quantised_rows<Int8Rows, many, vectors>(
             x, row, rows, {values + p * words * WORD_BYTES, (const float *)q.scales + p * PANEL, nullptr, words}, room);
       else if (q.format == PM_INT8_GROUPS)
-        quantised_rows<Int8Groups, group_many, 1>(x, row, rows, {values + p * words * WORD_BYTES, scales, nullptr, groups},
+        quantised_rows<Int8Groups, many, vectors>(x, row, rows, {values + p * words * WORD_BYTES, scales, nullptr, groups},
                                                   room);
       else
-        quantised_rows<Int4Groups, group_many, 1>(
+        quantised_rows<Int4Groups, many, vectors>(
             x, row, rows, {values + p * groups * (PM_GROUP / 8 * WORD_BYTES), scales, mins, groups}, room);
       if (q.dtype == PM_F32)
         finish_rows<float>(q.out, q.residual, q.bias, q.out_features, row, rows, p * PANEL, room);
