@@ -64,6 +64,10 @@ class GgufSource:
         with header.path.open("rb") as file:
             # A private writable mapping, because torch warns about read-only memory; nothing is written.
             self._data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=np.uint8)
+        # Only numpy runs in these: each thread that uses torch gets a team of OpenMP threads of its own. They are kept,
+        # for new ones would begin with memory that the system has to hand out again.
+        self._num_threads = torch.get_num_threads()
+        self._threads = ThreadPoolExecutor(self._num_threads)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """As `WeightSource.shape`."""
@@ -118,19 +122,16 @@ class GgufSource:
         flat = out.view(out.shape[0], -1)
         step = max(1, _CHUNK_VALUES // flat.shape[1])
 
-        def values(row: int) -> NDArray[np.float32]:
+        def values_from(row: int) -> NDArray[np.float32]:
             part = _ordered(data, order, first + row, first + min(row + step, len(flat)))
             # As one long row: gguf takes sixteen rows at a time, and a call costs more than sixteen rows do.
             return np.ascontiguousarray(dequantize(part.reshape(1, -1), kind)).reshape(len(part), -1)
 
         starts = range(0, len(flat), step)
-        num_threads = torch.get_num_threads()
-        # Only numpy in these: each thread that uses torch gets a team of OpenMP threads of its own.
-        with ThreadPoolExecutor(num_threads) as pool:
-            for index in range(0, len(starts), num_threads):
-                several = starts[index : index + num_threads]
-                for row, part in zip(several, pool.map(values, several), strict=True):
-                    flat[row : row + step].copy_(torch.from_numpy(part))
+        for index in range(0, len(starts), self._num_threads):
+            several = starts[index : index + self._num_threads]
+            for row, part in zip(several, self._threads.map(values_from, several), strict=True):
+                flat[row : row + step].copy_(torch.from_numpy(part))
 
 
 def _ordered(data: NDArray[T], order: NDArray[np.int64] | None, first: int, end: int) -> NDArray[T]:
