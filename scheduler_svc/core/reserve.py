@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
-from itertools import accumulate
+from itertools import accumulate, count
 from math import ceil
-from operator import add
+from operator import add, itemgetter, mul
 
 _MAX_BUCKETS = 96
 """Enough for lengths below 2**47; they come as 32-bit numbers."""
@@ -93,28 +93,34 @@ class Crowd:
     Sorted once, it answers for one more sequence after the other: a queue whose heads do not fit asks in every plan.
     """
 
-    __slots__ = ("_block_size", "_held", "_later", "_sooner", "_to_come")
+    __slots__ = ("_block_size", "_held", "_largest_first", "_needed", "_with_another")
 
     def __init__(self, sequences: Iterable[tuple[float, int]], block_size: int) -> None:
         self._block_size = block_size
-        largest_first = sorted(sequences, reverse=True)
-        self._to_come = [-num_positions for num_positions, _ in largest_first]
-        """Negated positions, those with the most first: they are there when the others have ended."""
-        self._held = [*accumulate((num_blocks for _, num_blocks in largest_first), initial=0)]
-        """Blocks that the first of them hold, by how many."""
+        self._largest_first = largest_first = sorted(sequences, key=_to_come, reverse=True)
+        """Those who are there when the others have ended come first."""
         growths = [ceil(num_positions / block_size) for num_positions, _ in largest_first]
-        needed = [self._held[alive] + alive * growth for alive, growth in enumerate(growths, start=1)]
-        self._sooner = [*accumulate(needed, max, initial=0)]
-        """Most blocks that are needed while no more than so many are there."""
-        with_another = map(add, reversed(needed), reversed(growths))
-        self._later = [*accumulate(with_another, max, initial=0)][::-1]
-        """Most blocks that are needed while more than so many are there, and somebody else who grows like them."""
+        self._held = held = [*accumulate([num_blocks for _, num_blocks in largest_first], initial=0)]
+        """Blocks that the first of them hold, by how many."""
+        self._needed = [*map(add, held[1:], map(mul, growths, count(1)))]
+        """Blocks that the first of them need, by how many, when the last of these ends."""
+        self._with_another = [*map(add, self._needed, growths)]
+        """The same, when somebody else is there and grows like them."""
 
     def peak_with(self, num_positions: float, num_blocks: int) -> int:
         """Most blocks that they will hold at once, and one more sequence with them."""
-        index = bisect_right(self._to_come, -num_positions)
+        index = bisect_right(self._largest_first, -num_positions, key=_negated)
         needed = self._held[index] + num_blocks + (index + 1) * ceil(num_positions / self._block_size)
-        return max(self._sooner[index], needed, self._later[index] + num_blocks)
+        later = max(self._needed[:index], default=0)
+        sooner = max(self._with_another[index:], default=0) + num_blocks
+        return max(sooner, needed, later)
+
+
+_to_come = itemgetter(0)
+
+
+def _negated(size: tuple[float, int]) -> float:
+    return -size[0]
 
 
 def _bucket(num_tokens: int) -> int:
