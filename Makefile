@@ -26,8 +26,11 @@ TYPED := $(PRODUCT) proto/generate.py docs deploy tests bench
 
 # For `make profile`, such as --load decode:16.
 PROFILE_ARGS ?=
+# For `make bench-peers`: its folder, and options such as --peer llama.cpp --workload W1.
+PEERS_DIR ?=
+PEERS_ARGS ?=
 
-.PHONY: help demo serve test check profile fmt proto docs clean lock lint-ruff lint-format lint-types lint-imports lint-proto lint-stubs hooks
+.PHONY: help demo serve test check profile bench-peers fmt proto docs clean lock lint-ruff lint-format lint-types lint-imports lint-proto lint-stubs hooks
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -45,6 +48,10 @@ test: $(DEV) ## all tests; those that need Docker are skipped, with the reason, 
 profile: $(DEV) ## where a step's time goes, as a table and as flame graphs in build/profile
 	@mkdir -p build/profile
 	$(BIN)/python -m bench.step_profile --flame-dir build/profile --out build/profile/profile.json $(PROFILE_ARGS)
+
+bench-peers: $(DEV) ## beside vLLM, OpenVINO, llama.cpp and transformers: make bench-peers PEERS_DIR=/var/tmp/peers
+	@test -n "$(PEERS_DIR)" || { echo "say where environments and weights go (15 GB): make bench-peers PEERS_DIR=/var/tmp/peers"; exit 1; }
+	$(BIN)/python -m bench.peers --folder "$(PEERS_DIR)" $(PEERS_ARGS)
 
 check: lint-ruff lint-format lint-imports lint-proto lint-stubs lint-types ## every static check, in seconds
 
