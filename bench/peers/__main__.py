@@ -52,10 +52,10 @@ async def main() -> None:
         sys.exit(f"no turns with --dtype {args.dtype} in {results}")
     plot = args.document.with_name(f"{args.document.stem}-peers.svg")
     section = markdown(turns, plot.name)
-    print(section)
     if args.write:
         args.document.write_text(insert(args.document.read_text(), section))
         plot.write_text(svg(turns))
+    print(section)
 
 
 async def _measure(args: argparse.Namespace, results: Path) -> None:

@@ -92,7 +92,7 @@ def markdown(turns: Sequence[Turn], plot: str) -> str:
     """The section of the document; `plot` is the link to the picture."""
     last = turns[-1]["machine"]
     dates = sorted({turn["machine"]["date"][:10] for turn in turns})
-    where = f"{last['num_cpus']} CPUs of a {last['cpu']}, {last['memory_gib']} GiB, Python {last['python']}"
+    where = f"{last['num_cpus']} CPUs ({last['cpu']}), {last['memory_gib']} GiB, Python {last['python']}"
     lines = [f"{where}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}.", "", f"![{plot}]({plot})", ""]
     lines += ["| workload | side | median (least to most) | turns | Pagemill ÷ this |", "|---|---|---|---|---|"]
     found = stats(turns)

@@ -116,7 +116,7 @@ def test_the_table_has_ratios_versions_settings_and_spread() -> None:
     assert "| pagemill | 120.0 (90.0 to 300.0) | 3 |  |" in text
     assert "(8 of the requests) | transformers" in text
     assert "| llama.cpp | llama.cpp 1.0 | bfloat16 | float16 | 2 | somehow |" in text
-    assert "2 CPUs of a A CPU <x>" in text
+    assert "2 CPUs (A CPU <x>)" in text
 
 
 def test_a_section_replaces_the_one_before_and_nothing_else() -> None:
