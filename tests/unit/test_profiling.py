@@ -142,6 +142,7 @@ def test_a_label_that_is_no_ctypes_function_has_only_the_timers_cost() -> None:
         ("pm_linear", GEMM),
         ("pm_linear_int8", GEMM),
         ("onednn_linear", GEMM),
+        ("pm_quantised", GEMM),
         ("pm_attend", ATTENTION),
         ("pm_plan_attention", ATTENTION),
         ("torch_attend", ATTENTION),
