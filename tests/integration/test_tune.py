@@ -17,7 +17,7 @@ import transformers
 from pagemill_client.serve import plan
 from tests.unit.gateway.tiny_tokenizer import byte_level_tokenizer
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(240)
 
 SMALL = [
     "--num-requests", "6", "--prompt-tokens", "4-30", "--output-tokens", "4-8", "--concurrency", "4",
@@ -52,12 +52,12 @@ def test_it_measures_chooses_and_writes_a_file_that_serve_takes(tiny_model: Path
     base, file, report = tmp_path / "base.yaml", tmp_path / "tuned.yaml", tmp_path / "report.json"
     base.write_text("max_num_seqs: 2\nmax_prefill_chunk: 16\nmax_step_ms: 0\nwatermark: 0.05\n")
     with start(tiny_model, "--config", str(base), "--output", str(file), "--report", str(report),
-               "--budget-s", "30", "--confirm", "1") as process:  # fmt: skip
-        out, err = process.communicate(timeout=140)
+               "--budget-s", "3600", "--max-runs", "4", "--confirm", "1") as process:  # fmt: skip
+        out, err = process.communicate(timeout=220)
     assert process.returncode == 0, err
     written = json.loads(report.read_text())
     assert written["start"]["max_num_seqs"] == 2
-    assert len(written["runs"]) >= 2
+    assert 2 <= len(written["runs"]) <= 4
     assert all(run["error"] is None and run["tokens_per_s"] > 0 for run in written["runs"]), written["runs"]
     assert len({json.dumps(run["candidate"]) for run in written["runs"]}) >= 2
     assert "ITL p99 ms" in out
@@ -85,7 +85,7 @@ def test_an_interrupt_keeps_what_was_measured_and_leaves_no_process(tiny_model: 
 
         reader = threading.Thread(target=read)
         reader.start()
-        assert second.wait(60), lines
+        assert second.wait(150), lines
         children = wait_for_children(process.pid)
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130, lines
@@ -101,7 +101,7 @@ def test_an_interrupt_keeps_what_was_measured_and_leaves_no_process(tiny_model: 
 
 def wait_for_children(pid: int) -> list[int]:
     """The processes of the service that is being measured."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         found = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
         if len(found) == 3:

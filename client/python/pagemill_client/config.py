@@ -181,6 +181,8 @@ class TuneSettings(LoadSettings):
     """replace files that exist"""
     budget_s: float = Field(default=900.0, gt=0, le=604_800)
     """seconds to spend; the first run is made in any case"""
+    max_runs: int | None = Field(default=None, ge=1)
+    """services to measure at most, those that confirm included; default: as many as the time allows"""
     choose: Literal["throughput", "latency"] = "throughput"
     """throughput: most tokens/s whose p99 ITL is at most --max-itl-ms; latency: least p99 ITL with at least
     --min-tokens-per-s"""

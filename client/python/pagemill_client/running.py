@@ -15,7 +15,8 @@ async def running(stack: Stack) -> AsyncIterator[str]:
     """Start the stack, give its address once it is ready, stop it at the end of the block; at once if that was left by
     an exception. Nothing of it is left in any case.
 
-    Raises ServeError with the stack's own words if it does not come up, or does not last until the end of the block.
+    Raises ServeError with the stack's own words if it does not come up, and at the end of the block if a process has
+    ended within: what was measured then is not what it seems.
     """
     stop, hurry, ready = asyncio.Event(), asyncio.Event(), asyncio.Event()
     said: list[str] = []
@@ -27,9 +28,10 @@ async def running(stack: Stack) -> AsyncIterator[str]:
         await asyncio.wait([task, started], return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             raise ServeError("\n".join(said))
+        num_said = len(said)
         yield stack.target
-        if task.done():
-            raise ServeError("\n".join(said))
+        if said[num_said:]:  # after readiness there is nothing to say but that something ended
+            raise ServeError("\n".join(said[num_said:]))
     except BaseException:
         hurry.set()
         raise

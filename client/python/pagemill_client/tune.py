@@ -54,9 +54,11 @@ class Tuning:
         """Of the budget."""
         return self.settings.budget_s - (time.monotonic() - self.started)
 
-    def has_time_for(self, num_runs: int) -> bool:
-        """Whether so many runs fit, each as long as the longest so far."""
-        return not self.stop.is_set() and self.left_s() >= num_runs * self.longest_s
+    def has_room_for(self, num_runs: int) -> bool:
+        """Whether so many more runs fit, each as long as the longest so far."""
+        most = self.settings.max_runs
+        allowed = most is None or len(self.runs) + num_runs <= most
+        return allowed and not self.stop.is_set() and self.left_s() >= num_runs * self.longest_s
 
 
 def main(argv: list[str]) -> int:
@@ -107,13 +109,13 @@ async def _sweep(tuning: Tuning, first: Result, rule: Rule) -> Result:
     best = first
     try:
         candidate = next(candidates)
-        while tuning.has_time_for(1 + 2 * settings.confirm):
+        while tuning.has_room_for(1 + 2 * settings.confirm):
             _say(settings, f"run {len(tuning.runs) + 1}: {candidate.difference(best.candidate)}")
             result = await _measure(tuning, candidate)
             if result is not None and rule.better(result, best):
                 best = result
             candidate = candidates.send(result)
-        _say(settings, "interrupted" if tuning.stop.is_set() else "the time budget ends the sweep")
+        _say(settings, "interrupted" if tuning.stop.is_set() else "the budget ends the sweep")
     except StopIteration:
         _say(settings, "the sweep is through")
     return best
@@ -125,7 +127,7 @@ async def _confirm(tuning: Tuning, start: Candidate, best: Candidate) -> None:
         return
     for number in range(tuning.settings.confirm):
         for candidate in (start, best):
-            if not tuning.has_time_for(1):
+            if not tuning.has_room_for(1):
                 return
             name = "the start" if candidate == start else best.difference(start)
             _say(tuning.settings, f"confirming, round {number + 1}: {name}")

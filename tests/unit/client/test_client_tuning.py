@@ -279,3 +279,24 @@ def test_the_file_says_what_and_why_and_the_service_takes_it(tmp_path: Path) -> 
     scheduler = load(SchedulerSettings, ["--config", str(tmp_path / "o.yaml")])
     assert {name: getattr(scheduler, name, 32) for name in FACTORS} == chosen.options()
     assert scheduler.watermark == 0.02
+
+
+@pytest.mark.parametrize(
+    ("options", "passed_s", "num_runs", "room"),
+    [
+        (("--budget-s", "100"), 0, 10, True),
+        (("--budget-s", "100"), 5, 10, False),  # of ten seconds each
+        (("--budget-s", "100"), 85, 1, True),
+        (("--budget-s", "100", "--max-runs", "3"), 0, 1, True),
+        (("--budget-s", "100", "--max-runs", "3"), 0, 2, False),  # two have been made
+    ],
+)
+def test_runs_that_would_not_fit_the_budget_are_not_begun(
+    options: tuple[str, ...], passed_s: float, num_runs: int, room: bool
+) -> None:
+    tuning = Tuning(settings(*options), [], {}, asyncio.Event(), time.monotonic() - passed_s)
+    tuning.runs += [Measured(START)] * 2
+    tuning.longest_s = 9.9
+    assert tuning.has_room_for(num_runs) is room
+    tuning.stop.set()
+    assert not tuning.has_room_for(num_runs)
