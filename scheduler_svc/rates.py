@@ -11,13 +11,17 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from statistics import median
 
-from scheduler_svc.core.pace import LEAST_PROMPT_TOKENS, StepPace
+from scheduler_svc.core.pace import FIRST_SHARE, LEAST_PROMPT_TOKENS, StepPace
 from scheduler_svc.core.params import ExecutorLimits
 
 NUM_SAMPLES = 15
 """Samples that count. Half of them must agree before a figure moves all the way."""
+NUM_DECODE_SAMPLES = 7
+"""The same of decode steps, which are rare while prompts keep coming."""
+PREFILL_QUANTILE = 0.75
+"""Which sample of the prefill rate counts, from the slowest up. Where steps differ more from each other than by their
+prompts, the median makes prompts look as dear as the noise, hence smaller, hence dearer still by the token."""
 NUM_FIRST = 3
 """Samples that the hello's figure stands for; without one, so many are needed before there is a figure."""
 LEAST_CHANGE = 0.1
@@ -25,8 +29,6 @@ LEAST_CHANGE = 0.1
 
 PREFILL_SHARE = 0.75
 """Least share of a step's tokens that must be parts of prompts, while nothing is known of its decode rows' time."""
-BUDGET_SHARE = 0.25
-"""Least share of the token budget, for the same while: the fixed cost of a small step is none of its tokens'."""
 LEAST_PROMPT_SHARE = 0.05
 """Share of a step's time that parts of prompts have at least; decode rows alone may have taken longer another time."""
 LEAST_COPY_S = 200e-6
@@ -34,10 +36,11 @@ LEAST_COPY_S = 200e-6
 
 
 class LearnedRate:
-    """One figure per second."""
+    """One figure per second: of the last samples the one at the quantile, by default the median."""
 
-    def __init__(self, first: float) -> None:
-        self._samples = deque([first] * NUM_FIRST if first > 0 else [], NUM_SAMPLES)
+    def __init__(self, first: float, *, num_samples: int = NUM_SAMPLES, quantile: float = 0.5) -> None:
+        self._samples = deque([first] * NUM_FIRST if first > 0 else [], num_samples)
+        self._quantile = quantile
         self.value = first
         """0: unknown."""
 
@@ -46,7 +49,7 @@ class LearnedRate:
         if amount > 0 and seconds > 0:
             self._samples.append(amount / seconds)
             if len(self._samples) >= NUM_FIRST:
-                self.value = median(self._samples)
+                self.value = sorted(self._samples)[int(self._quantile * len(self._samples))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +74,9 @@ class ExecutorRates:
     def __init__(self, limits: ExecutorLimits, max_tokens: int) -> None:
         """`max_tokens`: the token budget of a step."""
         self.limits = limits
-        self._least_tokens = BUDGET_SHARE * min(max_tokens, limits.max_tokens)
-        self._prefill = LearnedRate(limits.prefill_tokens_per_s)
+        self._first_tokens = FIRST_SHARE * min(max_tokens, limits.max_tokens)
+        """Least tokens of a step that counts, for the while of `PREFILL_SHARE`."""
+        self._prefill = LearnedRate(limits.prefill_tokens_per_s, quantile=PREFILL_QUANTILE)
         self._decodes: list[LearnedRate] = []
         """Steps per second, by the bit length of their number of decode rows."""
         self._out = LearnedRate(limits.swap_out_bytes_per_s)
@@ -89,13 +93,14 @@ class ExecutorRates:
         decode_s = StepPace(0.0, 0.0, self._decode_step_s()).decode_s(num_decodes)
         if decode_s and num_prompt >= LEAST_PROMPT_TOKENS:
             self._prefill.add(num_prompt, max(execute_s - decode_s, LEAST_PROMPT_SHARE * execute_s))
-        elif not decode_s and num_tokens >= self._least_tokens and num_prompt >= PREFILL_SHARE * num_tokens:
+        elif not decode_s and num_tokens >= self._first_tokens and num_prompt >= PREFILL_SHARE * num_tokens:
             self._prefill.add(num_tokens, execute_s)
 
     def _decode_step(self, num_rows: int, execute_s: float) -> None:
         """A step of so many decode rows and nothing else."""
         if num_rows:
-            self._decodes.extend(LearnedRate(0.0) for _ in range(num_rows.bit_length() - len(self._decodes)))
+            while len(self._decodes) < num_rows.bit_length():
+                self._decodes.append(LearnedRate(0.0, num_samples=NUM_DECODE_SAMPLES))
             self._decodes[num_rows.bit_length() - 1].add(1, execute_s)
 
     def _decode_step_s(self) -> tuple[float, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from scheduler_svc.core.pace import NUM_MIXED
 from scheduler_svc.core.params import SeqId
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.running import InFlight, RunningSet
@@ -18,6 +19,7 @@ class BatchBuilder:
         "_chunk_ends",
         "_chunked",
         "_counts",
+        "_is_cut",
         "_plan",
         "_running",
         "_silent",
@@ -35,6 +37,7 @@ class BatchBuilder:
         self._silent: set[int] = set()
         self._chunked: set[SeqId] = set()
         self._chunk_ends: list[tuple[Sequence, int]] = []
+        self._is_cut = False
         self.num_tokens_left = 0
         """Prompt tokens that the step has room and time for; to be had behind the decode rows."""
         self.num_prefill_tokens = 0
@@ -47,7 +50,16 @@ class BatchBuilder:
         for seq in rows:
             seq.num_planned += 1
             seq.last_step_id = step_id
-        self.num_tokens_left = limits.pace.num_prompt_tokens(len(rows), limits.max_tokens - len(rows))
+        self.num_tokens_left = self._num_prompt_tokens(limits.max_tokens - len(rows))
+
+    def _num_prompt_tokens(self, num_tokens: int) -> int:
+        """What the pace leaves of so many prompt tokens; none where a step without is due, see `NUM_MIXED`."""
+        running, num_decodes = self._running, len(self.rows)
+        if running.num_mixed >= NUM_MIXED and num_decodes:
+            return 0
+        allowed = running.limits.pace.num_prompt_tokens(num_decodes, num_tokens)
+        self._is_cut = allowed < num_tokens
+        return allowed
 
     def add_chunks(self, at_least: int | None) -> None:
         """A row for each prefilling sequence of at least that priority (None: any), as long as tokens are left.
@@ -81,6 +93,8 @@ class BatchBuilder:
         lanes = [seq.lane for seq in self.rows]
         plan.num_rows = len(lanes)
         plan.num_tokens = num_decodes + self.num_prefill_tokens
+        is_mixed = bool(num_decodes and self.num_prefill_tokens)
+        running.num_mixed = running.num_mixed + 1 if is_mixed and self._is_cut else 0
         is_all_single = plan.num_tokens == plan.num_rows
         plan.repeat_decode = bool(lanes) and is_all_single and lanes == running.last_row_lanes
         if not plan.repeat_decode:

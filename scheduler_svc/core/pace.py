@@ -11,11 +11,21 @@ solved from that shrinks the next step, and so on down to the smallest.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from scheduler_svc.core.params import ExecutorLimits
 
 LEAST_PROMPT_TOKENS = 16
 """Prompt tokens that a step may have however long it takes, so that prompts always get on."""
+FIRST_SHARE = 0.25
+"""Of the tokens that there is room for, the least as long as nothing is known of decode rows' time: what is learned
+from a smaller step is its fixed cost."""
+LEAST_SHARE = 0.5
+"""Of the time of a step's decode rows, what prompts have at least. On a machine so busy that decode rows alone take the
+whole time, shorter steps would come no sooner and be mostly fixed cost."""
+NUM_MIXED = 16
+"""Plans in a row with both decode rows and prompts that were cut; the next has no prompts. What decode rows take shows
+in no other way while prompts keep coming, and without it a machine that has become slower makes prompts look dear."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +50,10 @@ class StepPace:
         of them."""
         if not self.max_step_s or not self.prompt_token_s:
             return most
-        left_s = self.max_step_s - self.decode_s(num_decodes)
-        return min(most, max(LEAST_PROMPT_TOKENS, int(left_s / self.prompt_token_s)))
+        decode_s = self.decode_s(num_decodes)
+        left_s = max(self.max_step_s - decode_s, LEAST_SHARE * decode_s)
+        least = LEAST_PROMPT_TOKENS if decode_s else max(LEAST_PROMPT_TOKENS, ceil(FIRST_SHARE * most))
+        return min(most, max(least, int(left_s / self.prompt_token_s)))
 
 
 def step_pace(max_step_ms: int, executor: ExecutorLimits) -> StepPace:

@@ -79,6 +79,8 @@ class RunningSet:
         self.last_victim: SeqId | None = None
         self.last_row_lanes: list[int] = []
         """The lanes of the last plan's batch, which `repeat_decode` refers to."""
+        self.num_mixed = 0
+        """Plans in a row with decode rows and prompts that the pace cut; see `pace.NUM_MIXED`."""
         self._priorities: Counter[int] = Counter()
         self._has_leftovers = False
 

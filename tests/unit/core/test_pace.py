@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from scheduler_svc.core.limits import check_config
-from scheduler_svc.core.pace import LEAST_PROMPT_TOKENS, StepPace, step_pace
+from scheduler_svc.core.pace import LEAST_PROMPT_TOKENS, NUM_MIXED, StepPace, step_pace
 from scheduler_svc.core.params import ExecutorLimits, SchedulerConfig, SeqId, SequenceSpec
 from scheduler_svc.core.plan import StepPlan, StepResult
 from scheduler_svc.core.scheduler import Scheduler
@@ -34,10 +34,22 @@ def test_prompts_have_the_time_that_decode_rows_leave(num_decodes: int, most: in
     assert StepPace(0.25, 1 / 400, DECODES).num_prompt_tokens(num_decodes, most) == expected
 
 
-def test_a_step_without_time_left_still_takes_the_least() -> None:
-    for pace in (StepPace(0.25, 1 / 400, (0.3,)), StepPace(0.001, 1.0)):
-        assert pace.num_prompt_tokens(1, 512) == LEAST_PROMPT_TOKENS
-        assert pace.num_prompt_tokens(1, 7) == 7
+def test_prompts_have_half_of_what_slow_decode_rows_take() -> None:
+    pace = StepPace(0.25, 1 / 400, (0.16, 0.2, 0.3))
+    assert [pace.num_prompt_tokens(num_decodes, 512) for num_decodes in (1, 2, 4)] == [36, 40, 60]
+
+
+def test_a_step_still_takes_the_least_where_each_token_is_slow() -> None:
+    pace = StepPace(0.25, 1.0, (0.3,))
+    assert pace.num_prompt_tokens(1, 512) == LEAST_PROMPT_TOKENS
+    assert pace.num_prompt_tokens(1, 7) == 7
+
+
+def test_a_step_stays_large_enough_to_learn_from_while_nothing_is_known_of_decode_rows() -> None:
+    pace = StepPace(0.25, 1.0, ())
+    assert [pace.num_prompt_tokens(num_decodes, 512) for num_decodes in (0, 3)] == [128, 128]
+    assert [pace.num_prompt_tokens(0, most) for most in (7, 20, 253)] == [7, 16, 64]
+    assert StepPace(0.25, 1.0, (0.01,)).num_prompt_tokens(0, 512) == LEAST_PROMPT_TOKENS
 
 
 def test_without_a_limit_or_a_rate_the_budget_decides() -> None:
@@ -53,7 +65,7 @@ def test_a_negative_limit_is_a_mistake() -> None:
 
 
 def attached(executor: ExecutorLimits = EXECUTOR, **settings: object) -> Scheduler:
-    config = SchedulerConfig(max_num_batched_tokens=512, max_prefill_chunk=512, pipeline_depth=1, prefix_cache=False)
+    config = SchedulerConfig(max_num_batched_tokens=400, max_prefill_chunk=400, pipeline_depth=1, prefix_cache=False)
     scheduler = Scheduler(replace(config, **settings))  # type: ignore[arg-type]
     scheduler.attach_executor(executor, 0.0)
     return scheduler
@@ -99,9 +111,28 @@ def test_decode_rows_are_never_held_back() -> None:
     for number in range(1, 41):
         submit(scheduler, number, 2)
     assert counts(scheduler) == [2] * 40
-    scheduler.update_rates(replace(EXECUTOR, decode_step_s=(0.02, 0.03, 0.06, 0.1, 0.2, 3.0)))
+    scheduler.update_rates(replace(EXECUTOR, prefill_tokens_per_s=2.0, decode_step_s=(0.02, 0.03, 0.06, 0.1, 0.2, 3.0)))
     submit(scheduler, 41, 100)
     assert counts(scheduler) == [1] * 40 + [LEAST_PROMPT_TOKENS]
+
+
+def test_now_and_then_decode_rows_have_a_step_of_their_own_while_prompts_are_cut() -> None:
+    scheduler = attached(replace(EXECUTOR, decode_step_s=(0.21,), max_model_len=4096))
+    submit(scheduler, 1, 2)
+    assert counts(scheduler) == [2]
+    submit(scheduler, 2, 2000)
+    for _ in range(2):
+        assert [counts(scheduler) for _ in range(NUM_MIXED + 1)] == [[1, 42]] * NUM_MIXED + [[1]]
+
+
+def test_prompts_that_are_not_cut_are_not_held_back() -> None:
+    scheduler = attached(max_num_batched_tokens=64)
+    submit(scheduler, 1, 2)
+    submit(scheduler, 2, 1000)
+    assert [sum(counts(scheduler)) for _ in range(15)] == [64] * 15
+    scheduler = attached()
+    submit(scheduler, 1, 900)  # without decode rows there is nothing to learn from a step without prompts
+    assert [counts(scheduler) for _ in range(9)] == [[100]] * 9
 
 
 def test_steps_grow_and_shrink_with_what_the_executor_shows() -> None:
@@ -113,10 +144,10 @@ def test_steps_grow_and_shrink_with_what_the_executor_shows() -> None:
     scheduler.update_rates(replace(EXECUTOR, prefill_tokens_per_s=1000.0, decode_step_s=(0.05,)))
     assert counts(scheduler) == [200]
     scheduler.update_rates(replace(EXECUTOR, prefill_tokens_per_s=0.0))
-    assert counts(scheduler) == [450]
+    assert counts(scheduler) == [400]
 
 
 def test_no_limit_is_a_choice() -> None:
     scheduler = attached(max_step_ms=0)
     submit(scheduler, 1, 900)
-    assert counts(scheduler) == [512]
+    assert counts(scheduler) == [400]
