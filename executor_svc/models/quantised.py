@@ -1,8 +1,8 @@
 """Linear layers and embeddings whose weights stay in 8 or 4 bits.
 
-Inputs are quantised to int8 on the way, each row for itself: in one group per row where the weights have one scale per
-row, else in groups of 32 as the weights. With compiled kernels products are summed as integers; plain torch computes
-the same from numbers, a few thousand outputs at a time.
+Inputs become int8 on the way, each group of 32 inputs of a row with a scale of its own: one scale per row would lose
+much more, because a few inputs of a row are far larger than the others. With compiled kernels products are summed as
+integers; plain torch computes the same from numbers, a few thousand outputs at a time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from executor_svc.native.library import CODES, Library, QuantisedCall
-from executor_svc.weights.quantised import GROUP, Format, QuantisedMatrix
+from executor_svc.weights.quantised import GROUP, QuantisedMatrix
 
 _TORCH_ROWS = 4096
 """Outputs whose weights are numbers at once without kernels."""
@@ -63,7 +63,7 @@ class QuantisedLinear:
 
     def _torch(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         matrix = self._matrix
-        inputs = rounded_to_int8(x.float(), matrix.in_features if matrix.format == Format.INT8_ROWS else GROUP)
+        inputs = rounded_to_int8(x.float())
         out = torch.empty(x.shape[0], matrix.out_features)
         for first in range(0, matrix.out_features, _TORCH_ROWS):
             end = min(first + _TORCH_ROWS, matrix.out_features)
@@ -75,16 +75,17 @@ class QuantisedLinear:
         return out.to(x.dtype)
 
 
-def rounded_to_int8(x: torch.Tensor, group: int) -> torch.Tensor:
-    """float32 (rows, in_features) as they come back from int8 with one scale per `group` inputs of a row.
+def rounded_to_int8(x: torch.Tensor) -> torch.Tensor:
+    """float32 (rows, in_features) as they come back from int8 with one scale per `GROUP` inputs of a row.
 
     A group with a number that is not finite comes back as NaN.
     """
-    groups = x.view(x.shape[0], -1, group)
+    in_features = x.shape[1]
+    groups = functional.pad(x, (0, -in_features % GROUP)).view(x.shape[0], -1, GROUP)
     most = groups.abs().amax(-1, keepdim=True)
     inverse = torch.where(most < 1e-36, 0, torch.tensor(127.0) / most)  # 127 / most would be 127 times the reciprocal
     back = (groups * inverse).clamp(-127, 127).round() * (most / 127)
-    return torch.where(most.isfinite(), back, torch.nan).view(x.shape)
+    return torch.where(most.isfinite(), back, torch.nan).flatten(1)[:, :in_features]
 
 
 class QuantisedEmbedding:

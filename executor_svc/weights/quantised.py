@@ -17,9 +17,10 @@ from executor_svc.weights.source import Blocks, WeightError
 PANEL = 16
 """Rows (outputs) that lie side by side; PM_PANEL."""
 GROUP = 32
-"""Inputs that share a scale where a row has more than one; PM_GROUP, and the block of GGUF's types."""
-MAX_IN_FEATURES = 131_072
-"""More inputs of a row, and its sum of products of int8 might leave 32 bits."""
+"""Inputs that share a scale; PM_GROUP, and the block of GGUF's types."""
+
+LARGEST = 127
+"""Magnitude of int8 weights."""
 
 _CHUNK_VALUES = 1 << 22
 """Values converted at once: bounds the memory that loading takes on top."""
@@ -46,7 +47,8 @@ class QuantisedMatrix:
     out_features: int
     in_features: int
     values: torch.Tensor
-    """uint8 (panels, words, 16, 4), a word being 4 int8 inputs, or 4 bytes of two 4-bit inputs each, 16 apart."""
+    """uint8 (panels, words, 16, 4), a word being 4 int8 inputs, or 4 bytes of two 4-bit inputs each, 16 apart; whole
+    groups, zeros behind in_features."""
     scales: torch.Tensor
     """float32 (panels, 16), or float16 (panels, groups, 16)."""
     mins: torch.Tensor | None = None
@@ -76,8 +78,7 @@ def quantise_rows(read: Callable[[int, torch.Tensor], object], out_features: int
 
     Raises WeightError for numbers that are not finite.
     """
-    _check_in_features(in_features)
-    panels, words = -(-out_features // PANEL), -(-in_features // 4)
+    panels, words = -(-out_features // PANEL), -(-in_features // GROUP) * (GROUP // 4)
     values = torch.zeros(panels, words, PANEL, 4, dtype=torch.uint8)
     scales = torch.zeros(panels, PANEL)
     for first, end in _chunks(out_features, in_features):
@@ -86,7 +87,7 @@ def quantise_rows(read: Callable[[int, torch.Tensor], object], out_features: int
         most = numbers.abs().amax(1)
         if not bool(most.isfinite().all()):
             raise WeightError("a weight is not finite")
-        scale = most / 127
+        scale = most / LARGEST
         rows = torch.zeros(-(-len(numbers) // PANEL) * PANEL, words * 4, dtype=torch.int8)
         rows[: len(numbers), :in_features] = (numbers / scale.clamp_min(1e-36)[:, None]).round_()
         _put(values, first, rows.view(torch.uint8))
@@ -97,7 +98,6 @@ def quantise_rows(read: Callable[[int, torch.Tensor], object], out_features: int
 def keep_blocks(parts: list[Blocks]) -> QuantisedMatrix:
     """Blocks of one type of `KEPT_TYPES`, the rows of the parts one below the other. Raises WeightError."""
     kind, in_features = parts[0].kind, parts[0].in_features
-    _check_in_features(in_features)
     form = _OF_GGUF[kind]
     out_features = sum(part.num_rows for part in parts)
     panels, groups = -(-out_features // PANEL), in_features // GROUP
@@ -118,11 +118,6 @@ def keep_blocks(parts: list[Blocks]) -> QuantisedMatrix:
             panel = first // PANEL
             half[panel : panel + rows // PANEL] = found.view(-1, PANEL, groups).transpose(1, 2)
     return QuantisedMatrix(form, out_features, in_features, values, *halves)
-
-
-def _check_in_features(in_features: int) -> None:
-    if in_features > MAX_IN_FEATURES:
-        raise WeightError(f"{in_features} inputs of a row are too many for sums of int8 products ({MAX_IN_FEATURES})")
 
 
 def _chunks(num_rows: int, in_features: int) -> list[tuple[int, int]]:

@@ -136,9 +136,9 @@ PM_EXPORT int32_t pm_linear_forward(const pm_linear *);
 // dense (out_features, in_features) bf16 to packed, which has room for out_features rounded up to a multiple of 16.
 PM_EXPORT void pm_pack_linear(const void *dense, void *packed, int64_t in_features, int64_t out_features);
 
-// Weights in integers. Rows of weights are cut into groups that have a scale each: PM_INT8_ROWS has one per row, the others
-// one per PM_GROUP inputs. Inputs are quantised on the way, in groups of the same size: int8 in -127..127 times the
-// largest magnitude / 127, ties to even. Products of a group are summed exactly, groups in float and in order.
+// Weights in integers, with one scale per output (PM_INT8_ROWS) or one per output and group of PM_GROUP inputs. Inputs
+// become int8 on the way, each group of a row by itself: -127..127 times the largest magnitude / 127, ties to even. Sums
+// of a group's products are exact; groups are added in float, in order.
 enum { PM_INT8_ROWS = 0, PM_INT8_GROUPS = 1, PM_INT4_GROUPS = 2 };
 enum { PM_GROUP = 32 };
 
@@ -146,13 +146,14 @@ enum { PM_GROUP = 32 };
 struct pm_quantised {
   const void *x, *residual;  // as in pm_linear
   void *out;
-  // [panel][word][16][4] bytes. Of int8, word i has the inputs 4 * i ..., with zeros behind the last one. Of 4 bits, a group
-  // has 4 words: the low half of byte j of word i is its input 4 * i + j, the high half the one 16 further; 0..15.
+  // [panel][group][word][16][4] bytes, the last group filled up with zeros. Of int8 a group has 8 words, and word i has
+  // its inputs 4 * i ...; of 4 bits it has 4, and the low half of byte j of word i is input 4 * i + j, the high half the
+  // one 16 further; 0..15.
   const uint8_t *values;
   const void *scales;     // PM_INT8_ROWS: float [panel][16]; else half precision [panel][group][16], finite
   const void *mins;       // PM_INT4_GROUPS: half precision like scales, added to number times scale; null: -8 scales
   const float *bias;      // (out_features,) or null
-  int64_t x_stride, rows, in_features, out_features;  // in_features: at most 131,072; with groups whole ones
+  int64_t x_stride, rows, in_features, out_features;  // in_features: whole groups but for PM_INT8_ROWS
   int32_t dtype, format;  // dtype: of x, residual and out
 };
 // 0: fine; negative: no memory for the quantised inputs.

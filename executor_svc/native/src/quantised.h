@@ -46,11 +46,14 @@ INLINE void quantise_group(const T *x, int64_t size, const pm_int8_rows &rows, i
 
 template <class T>
 static void quantise_as(const pm_quantised &q, const pm_int8_rows &x, int64_t first, int64_t end) {
-  const int64_t size = q.format == PM_INT8_ROWS ? q.in_features : (int64_t)PM_GROUP;
   for (int64_t row = first; row < end; ++row)
-    for (int64_t g = 0; g < x.groups; ++g)
-      quantise_group((const T *)q.x + row * q.x_stride + g * size, size, x, x.values + row * x.stride + g * size,
+    for (int64_t g = 0; g < x.groups; ++g) {
+      const int64_t from = g * PM_GROUP, left = q.in_features - from;
+      int8_t *to = x.values + row * x.stride + from;
+      if (left < PM_GROUP) __builtin_memset(to, 0, PM_GROUP);
+      quantise_group((const T *)q.x + row * q.x_stride + from, left < PM_GROUP ? left : (int64_t)PM_GROUP, x, to,
                      row * x.groups + g);
+    }
 }
 static void quantise_inputs(const pm_quantised &q, const pm_int8_rows &x, int64_t first, int64_t end) {
   if (q.dtype == PM_F32)
@@ -59,38 +62,12 @@ static void quantise_inputs(const pm_quantised &q, const pm_int8_rows &x, int64_
     quantise_as<bf16>(q, x, first, end);
 }
 
-// One panel, or C vectors of its outputs: values, scales and mins of its own.
+// What belongs to one panel.
 struct QuantisedPanel {
   const uint8_t *values;
   const void *scales, *mins;
-  int64_t words;  // or groups
 };
 constexpr int WORD_BYTES = PANEL * 4;
-
-struct Int8Rows {
-  template <int R, int C>
-  INLINE void compute(const pm_int8_rows &x, int64_t row, const QuantisedPanel &p, int column, float *y) {
-    vi sums[R][C] = {};
-    const int8_t *input = x.values + row * x.stride;
-    for (int64_t i = 0; i < p.words; ++i) {
-      Int8Weights w[C];
-#pragma GCC unroll 4
-      for (int c = 0; c < C; ++c) w[c] = int8_weights(load<vu>(p.values + i * WORD_BYTES + (column + c * VW) * 4));
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        const vu word = spread_word(input + r * x.stride + i * 4);
-#pragma GCC unroll 4
-        for (int c = 0; c < C; ++c) sums[r][c] = dot_int8(sums[r][c], w[c], word);
-      }
-    }
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < C; ++c) {
-        const vi sum = sums[r][c] - INT8_OFFSET * x.sums[row + r];
-        const vf scale = get((const float *)p.scales + column + c * VW) * x.scales[row + r];
-        store(y + r * PANEL + column + c * VW, __builtin_convertvector(sum, vf) * scale);
-      }
-  }
-};
 
 // Scales of group `g` for C vectors of outputs.
 template <int C>
@@ -98,15 +75,17 @@ INLINE void group_halves(const void *halves, int64_t g, int column, vf *to) {
   for (int c = 0; c < C; ++c) to[c] = get_half((const uint16_t *)halves + g * PANEL + column + c * VW);
 }
 
-struct Int8Groups {
+// Scales of weights: one per output, or one per output and group.
+template <bool OWN_SCALES>
+struct Int8 {
   template <int R, int C>
   INLINE void compute(const pm_int8_rows &x, int64_t row, const QuantisedPanel &p, int column, float *y) {
     vf out[R][C] = {};
-    for (int64_t g = 0; g < p.words; ++g) {
+    for (int64_t g = 0; g < x.groups; ++g) {
       vi sums[R][C] = {};
       const int8_t *input = x.values + row * x.stride + g * PM_GROUP;
       const uint8_t *values = p.values + g * (PM_GROUP / 4 * WORD_BYTES) + column * 4;
-#pragma GCC unroll 1  // see Int4Groups
+#pragma GCC unroll 1  // see Int4
       for (int i = 0; i < PM_GROUP / 4; ++i) {
         Int8Weights w[C];
 #pragma GCC unroll 4
@@ -119,25 +98,31 @@ struct Int8Groups {
         }
       }
       vf scale[C];
-      group_halves<C>(p.scales, g, column, scale);
+      if (OWN_SCALES) group_halves<C>(p.scales, g, column, scale);
       for (int r = 0; r < R; ++r) {
         const int64_t at = (row + r) * x.groups + g;
         for (int c = 0; c < C; ++c) {
           const vf sum = __builtin_convertvector(sums[r][c] - INT8_OFFSET * x.sums[at], vf);
-          out[r][c] += sum * x.scales[at] * scale[c];
+          if (OWN_SCALES)
+            out[r][c] += sum * x.scales[at] * scale[c];
+          else
+            out[r][c] += sum * x.scales[at];
         }
       }
     }
     for (int r = 0; r < R; ++r)
-      for (int c = 0; c < C; ++c) store(y + r * PANEL + column + c * VW, out[r][c]);
+      for (int c = 0; c < C; ++c) {
+        if (!OWN_SCALES) out[r][c] *= get((const float *)p.scales + column + c * VW);
+        store(y + r * PANEL + column + c * VW, out[r][c]);
+      }
   }
 };
 
-struct Int4Groups {
+struct Int4 {
   template <int R, int C>
   INLINE void compute(const pm_int8_rows &x, int64_t row, const QuantisedPanel &p, int column, float *y) {
     vf out[R][C] = {};
-    for (int64_t g = 0; g < p.words; ++g) {
+    for (int64_t g = 0; g < x.groups; ++g) {
       NibbleSum sums[R][C] = {};
       const int8_t *input = x.values + row * x.stride + g * PM_GROUP;
       const uint8_t *values = p.values + g * (PM_GROUP / 8 * WORD_BYTES) + column * 4;
@@ -195,22 +180,19 @@ static void quantised_rows(const pm_int8_rows &x, int64_t first, int rows, const
 // Panels [first, end) for all rows. `room`: BLOCK_ROWS results of the thread's own.
 static void quantised(const pm_quantised &q, const pm_int8_rows &x, float *room, int64_t first, int64_t end) {
   constexpr int vectors = VW == 16 ? 1 : 2, many = VW == 16 ? 8 : VW == 8 ? 4 : 2;
-  const int64_t words = (q.in_features + 3) / 4, groups = q.in_features / PM_GROUP;
+  const int64_t group_bytes = q.format == PM_INT4_GROUPS ? PM_GROUP / 8 * WORD_BYTES : PM_GROUP / 4 * WORD_BYTES;
+  const int64_t panel_scales = q.format == PM_INT8_ROWS ? PANEL * sizeof(float) : x.groups * PANEL * sizeof(uint16_t);
   for (int64_t row = 0; row < q.rows; row += BLOCK_ROWS) {
     const int rows = q.rows - row < BLOCK_ROWS ? (int)(q.rows - row) : BLOCK_ROWS;
     for (int64_t p = first; p < end; ++p) {
-      const uint16_t *scales = (const uint16_t *)q.scales + p * groups * PANEL, *mins = (const uint16_t *)q.mins;
-      if (mins) mins += p * groups * PANEL;
-      const uint8_t *values = q.values;
+      const QuantisedPanel panel = {q.values + p * x.groups * group_bytes, (const uint8_t *)q.scales + p * panel_scales,
+                                    q.mins ? (const uint8_t *)q.mins + p * panel_scales : nullptr};
       if (q.format == PM_INT8_ROWS)
-        quantised_rows<Int8Rows, many, vectors>(
-            x, row, rows, {values + p * words * WORD_BYTES, (const float *)q.scales + p * PANEL, nullptr, words}, room);
+        quantised_rows<Int8<false>, many, vectors>(x, row, rows, panel, room);
       else if (q.format == PM_INT8_GROUPS)
-        quantised_rows<Int8Groups, many, vectors>(x, row, rows, {values + p * words * WORD_BYTES, scales, nullptr, groups},
-                                                  room);
+        quantised_rows<Int8<true>, many, vectors>(x, row, rows, panel, room);
       else
-        quantised_rows<Int4Groups, many, vectors>(
-            x, row, rows, {values + p * groups * (PM_GROUP / 8 * WORD_BYTES), scales, mins, groups}, room);
+        quantised_rows<Int4, many, vectors>(x, row, rows, panel, room);
       if (q.dtype == PM_F32)
         finish_rows<float>(q.out, q.residual, q.bias, q.out_features, row, rows, p * PANEL, room);
       else

@@ -66,10 +66,6 @@ def test_what_cannot_be_kept_is_refused() -> None:
     raw[1, 1] = 0x7E  # a scale that is not a number
     with pytest.raises(WeightError, match="scale of its Q4_0 blocks is not finite"):
         keep_blocks([blocks_of("Q4_0", raw, 32)])
-    with pytest.raises(WeightError, match="131104 inputs"):
-        keep_blocks([blocks_of("Q4_0", raw, 131_104)])
-    with pytest.raises(WeightError, match="131073 inputs"):
-        quantise_rows(lambda first, out: None, 1, 131_073)
 
 
 def logits_of(runner: PagedRunner) -> torch.Tensor:

@@ -20,8 +20,6 @@ class Case:
     matrix: QuantisedMatrix
     numbers: torch.Tensor
     """float64 (out_features, in_features), what the matrix stands for."""
-    group: int
-    """Inputs with one scale."""
 
 
 def blocks_of(kind: str, raw: torch.Tensor, in_features: int) -> Blocks:
@@ -38,7 +36,7 @@ def quantised(kind: str, weight: torch.Tensor) -> Case:
         )
         whole = (weight / scale.clamp_min(1e-36)).round().double()
         assert int(whole.abs().amax()) <= 127
-        return Case(matrix, whole * scale.double(), in_features)
+        return Case(matrix, whole * scale.double())
     raw = quantize(weight.numpy(), gguf.GGMLQuantizationType[kind])
     return kept(kind, torch.from_numpy(raw), in_features)
 
@@ -48,13 +46,13 @@ def kept(kind: str, raw: torch.Tensor, in_features: int, cut: int | None = None)
     parts = [raw] if cut is None else [raw[:cut], raw[cut:]]
     matrix = keep_blocks([blocks_of(kind, part, in_features) for part in parts])
     numbers = torch.from_numpy(np.array(dequantize(raw.numpy(), gguf.GGMLQuantizationType[kind]))).double()
-    return Case(matrix, numbers, 32)
+    return Case(matrix, numbers)
 
 
 def product(case: Case, x: torch.Tensor) -> torch.Tensor:
-    """float64 x Wᵀ with inputs as int8: the nearest of 255 numbers up to the group's largest, ties to even."""
-    groups = x.float().view(len(x), -1, case.group)
+    """float64 x Wᵀ with inputs as int8: the nearest of 255 numbers up to the largest of 32 inputs, ties to even."""
+    groups = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % 32)).view(len(x), -1, 32)
     most = groups.abs().amax(-1, keepdim=True)
     inverse = torch.where(most < 1e-36, torch.zeros(()), torch.tensor(127.0) / most)
     whole = (groups * inverse).round().double()
-    return (whole * (most / 127).double()).flatten(1) @ case.numbers.T
+    return (whole * (most / 127).double()).flatten(1)[:, : x.shape[1]] @ case.numbers.T

@@ -99,12 +99,6 @@ def test_the_largest_sums_are_exact(kernels: Library, kind: str, least: int, mos
     assert torch.equal(out.long(), x @ numbers.T)
 
 
-def test_a_long_row_of_int8_stays_within_32_bits(kernels: Library) -> None:
-    numbers = torch.full((1, 131_072), -127)
-    out = QuantisedLinear(whole_case("int8", numbers), None, kernels)(torch.full((1, 131_072), 127.0))
-    assert float(out) == -131_072.0 * 127 * 127
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_inputs_that_are_not_numbers(kernels: Library, kind: str) -> None:
     """They reach their own row only; zeros and the smallest numbers give the bias."""
@@ -125,10 +119,10 @@ def test_inputs_that_are_not_numbers(kernels: Library, kind: str) -> None:
 
 def test_rounding_of_inputs_is_to_even_and_within_half_a_step() -> None:
     x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -126.5, 126.5]])
-    assert rounded_to_int8(x, 8).tolist() == [[127, 0, 2, 2, 0, -2, -126, 126]]
+    assert rounded_to_int8(x).tolist() == [[127, 0, 2, 2, 0, -2, -126, 126]]
     torch.manual_seed(0)
     x = torch.randn(50, 96) * 7
-    error = (rounded_to_int8(x, 32) - x).view(50, 3, 32).abs().amax(-1)
+    error = (rounded_to_int8(x) - x).view(50, 3, 32).abs().amax(-1)
     assert bool((error <= x.view(50, 3, 32).abs().amax(-1) / 127 * 0.5001).all())
 
 
@@ -142,4 +136,4 @@ def test_kernels_round_inputs_as_torch_does(kernels: Library, value: float) -> N
     torch.manual_seed(2)
     x = torch.randn(300, 32) * 3
     case = whole_case("Q8_0", torch.eye(32).long())
-    torch.testing.assert_close(QuantisedLinear(case, None, kernels)(x), rounded_to_int8(x, 32), rtol=1e-6, atol=0)
+    torch.testing.assert_close(QuantisedLinear(case, None, kernels)(x), rounded_to_int8(x), rtol=1e-6, atol=0)
