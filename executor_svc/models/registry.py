@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 import torch
@@ -51,7 +52,9 @@ def load_model(info: ModelInfo, dtype: torch.dtype, kernels: Library | None, wei
         _check_weight_dtype(info, weight_dtype, None if spec is not None else reason)
     if spec is not None:
         log.info("model", extra=kv(architecture=architecture, implementation="own", reason=reason))
-        return LlamaModel(spec, WeightLoader(open_source(info), dtype, kernels, weight_dtype), dtype)
+        # Closed also when it fails: an exception that somebody keeps would keep the threads.
+        with contextlib.closing(open_source(info)) as source:
+            return LlamaModel(spec, WeightLoader(source, dtype, kernels, weight_dtype), dtype)
     if info.format is ModelFormat.GGUF:
         raise UnsupportedModelError(f"{info.path.name}: {reason}; transformers runs only Hugging Face directories")
     log.info("model", extra=kv(architecture=architecture, implementation="transformers", reason=reason))

@@ -93,6 +93,10 @@ class GgufSource:
 
         return Blocks(info.type.name, *info.shape, rows)
 
+    def close(self) -> None:
+        """As `WeightSource.close`."""
+        self._threads.shutdown()
+
     def rope_factors(self) -> torch.Tensor | None:
         """Divisors of the rotary frequencies, float32; None if the file has none."""
         info = self._tensors.get(ROPE_FACTORS)

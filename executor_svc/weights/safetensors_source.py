@@ -40,6 +40,9 @@ class SafetensorsSource:
         """As `WeightSource.blocks`: this format has none."""
         return None
 
+    def close(self) -> None:
+        """As `WeightSource.close`: there are none."""
+
     def _map(self, path: Path) -> mmap.mmap:
         if path not in self._maps:
             with path.open("rb") as file:

@@ -49,6 +49,10 @@ class WeightSource(Protocol):
         """A matrix that is stored in quantised blocks, as it is; None if it is not, or if there is none."""
         ...
 
+    def close(self) -> None:
+        """Ends threads that read. Nothing is read afterwards."""
+        ...
+
 
 def open_source(info: ModelInfo) -> WeightSource:
     """The weights of a model that `read_model_info` described."""

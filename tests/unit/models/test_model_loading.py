@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,14 @@ def test_weights_that_do_not_fit_the_configuration(
     with pytest.raises(WeightError, match=why) as refused:
         load(tiny(tmp_path, tensors, **more), dtype="float32", num_threads=1)
     assert "\n" not in str(refused.value)
+
+
+def test_no_thread_outlives_a_load_that_fails(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(WeightError) as refused:
+        load(tiny(tmp_path, {**LLAMA_TENSORS, "blk.0.ffn_down.weight": (8, 8)}), dtype="float32", num_threads=1)
+    assert refused.traceback  # which holds on to everything that was there
+    assert set(threading.enumerate()) == before
 
 
 def test_forced_choices_that_cannot_work_fail_at_load(tmp_path: Path) -> None:
