@@ -63,7 +63,7 @@ def _pipeline(options: dict[str, Any], scheduler: Any) -> tuple[Any, str]:
         try:
             return openvino_genai.ContinuousBatchingPipeline(options["openvino"], scheduler, "CPU", properties), dtype
         except RuntimeError as error:
-            print(f"OpenVINO does not run in {dtype} here: {str(error).splitlines()[-1]}")
+            print(f"OpenVINO does not run in {dtype} here: {str(error).strip().splitlines()[-1]}")
     raise SystemExit("OpenVINO runs in neither type")
 
 
