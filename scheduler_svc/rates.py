@@ -91,7 +91,9 @@ class ExecutorRates:
             self._decode_step(num_rows, execute_s)
             return
         decode_s = StepPace(0.0, 0.0, self._decode_step_s()).decode_s(num_decodes)
-        if decode_s and num_prompt >= LEAST_PROMPT_TOKENS:
+        if execute_s < decode_s:  # so decode rows take less by now: half of it, as long as none are seen alone
+            self._decode_step(max(1, num_decodes), execute_s / 2)
+        if decode_s and num_prompt >= min(LEAST_PROMPT_TOKENS, self._first_tokens):
             self._prefill.add(num_prompt, max(execute_s - decode_s, LEAST_PROMPT_SHARE * execute_s))
         elif not decode_s and num_tokens >= self._first_tokens and num_prompt >= PREFILL_SHARE * num_tokens:
             self._prefill.add(num_tokens, execute_s)

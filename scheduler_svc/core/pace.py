@@ -20,9 +20,9 @@ LEAST_PROMPT_TOKENS = 16
 FIRST_SHARE = 0.25
 """Of the tokens that there is room for, the least as long as nothing is known of decode rows' time: what is learned
 from a smaller step is its fixed cost."""
-LEAST_SHARE = 0.5
-"""Of the time of a step's decode rows, what prompts have at least. On a machine so busy that decode rows alone take the
-whole time, shorter steps would come no sooner and be mostly fixed cost."""
+LEAST_SHARE = 1.0
+"""Of the time of a step's decode rows, what prompts have at least. Where decode rows alone take most of the limit, on a
+busy machine or with a large model, shorter steps would come little sooner and be mostly fixed cost."""
 NUM_MIXED = 16
 """Plans in a row with both decode rows and prompts that were cut; the next has no prompts. What decode rows take shows
 in no other way while prompts keep coming, and without it a machine that has become slower makes prompts look dear."""

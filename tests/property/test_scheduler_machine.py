@@ -76,9 +76,9 @@ class PressureMachine(RuleBasedStateMachine):
 
     @initialize(config=configs, data=st.data(), burst=st.sampled_from([1, 1, 3]), copy_lag=st.sampled_from([0, 0, 2]))
     def start(self, config: SchedulerConfig, data: st.DataObject, burst: int, copy_lag: int) -> None:
+        self.driver = Driver(config, burst=burst, copy_lag=copy_lag)
         self.least = mock.patch.object(pace, "LEAST_PROMPT_TOKENS", 1)  # these steps are smaller than a real least
         self.least.start()
-        self.driver = Driver(config, burst=burst, copy_lag=copy_lag)
         self.limits = executor_limits(config.pipeline_depth)
         self.driver.attach(data.draw(self.limits))
 

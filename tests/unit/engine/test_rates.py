@@ -149,6 +149,26 @@ def test_prompts_have_what_decode_rows_leave_of_a_step(num_decodes: int, num_pro
     assert learned(rates).prefill_tokens_per_s == pytest.approx(400)
 
 
+def test_a_step_with_prompts_shows_when_decode_rows_have_become_faster() -> None:
+    """Prompts may never be cut, and then no step comes without them."""
+    rates = ExecutorRates(LIMITS, 256)
+    for _ in range(NUM_FIRST):
+        rates.step(4, None, 0.9)
+    for _ in range(3 * NUM_SAMPLES):
+        rates.step(5, [1, 1, 1, 1, 100], 0.02 + 100 / 1000)
+    limits = learned(rates)
+    assert limits.decode_step_s[2] == pytest.approx(0.06)
+    assert limits.prefill_tokens_per_s == pytest.approx(100 / 0.06)
+
+
+def test_a_budget_of_few_tokens_is_no_reason_not_to_learn() -> None:
+    rates = ExecutorRates(LIMITS, 16)
+    for _ in range(NUM_SAMPLES):
+        rates.step(8, None, 0.1)
+        rates.step(9, [1] * 8 + [8], 0.2)
+    assert learned(rates).prefill_tokens_per_s == pytest.approx(80)
+
+
 def test_prompts_that_seem_to_cost_nothing_have_a_small_share() -> None:
     rates = ExecutorRates(LIMITS, 256)
     for _ in range(NUM_SAMPLES):
