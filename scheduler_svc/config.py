@@ -156,7 +156,7 @@ class SchedulerSettings(ServiceSettings):
         ge=0,
         le=86_400,
         description="seconds without an executor in which requests queue, before they are refused with NO_EXECUTOR; "
-        "covers the restart of an executor with a warm file cache",
+        "longer while one is loading, as long as that takes at most --hello-timeout-s",
     )
     check_every_plans: int = Field(
         default=1_024,

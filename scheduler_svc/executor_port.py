@@ -238,6 +238,10 @@ class ExecutorPort:
         self.absent_since = now
         self._emit(self.core.detach_executor(now))
 
+    def is_one_starting(self, now: float) -> bool:
+        """Whether an executor that has no session yet says that it is loading."""
+        return self._strangers.is_one_starting(now)
+
     def has_worked(self) -> None:
         """As `SessionOwner.has_worked`."""
         self._failures = 0

@@ -120,6 +120,13 @@ class Strangers:
         if envelope.WhichOneof("body") == "heartbeat":
             stranger.state, stranger.percent = state_name(envelope.heartbeat.state), envelope.heartbeat.percent
 
+    def is_one_starting(self, now: float) -> bool:
+        """Whether an executor is on its way: heard within its lease, and not overdue with its hello."""
+        return any(
+            now - stranger.last_seen <= self._lease_s and now - stranger.first_seen <= self._hello_timeout_s
+            for stranger in self._peers.values()
+        )
+
     def forget(self, peer: PeerId) -> None:
         """It has a session now."""
         self._peers.pop(peer, None)

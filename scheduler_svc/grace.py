@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class Grace:
-    """`grace_s` from the moment an executor goes, or the scheduler starts without one."""
+    """`grace_s` from the moment an executor goes, or the scheduler starts without one; longer while one is starting."""
 
     def __init__(self, executors: ExecutorPort, gateways: GatewayPort, *, grace_s: float, retry_after_ms: int) -> None:
         self._executors, self._gateways = executors, gateways
@@ -45,7 +45,9 @@ class Grace:
             log.warning("no executor", extra=kv(grace_s=self._grace_s, refused=ended))
 
     def _is_over(self, now: float) -> bool:
-        return self._executors.session is None and now - self._executors.absent_since >= self._grace_s
+        executors = self._executors
+        is_absent = executors.session is None and not executors.is_one_starting(now)
+        return is_absent and now - executors.absent_since >= self._grace_s
 
     def _text(self) -> str:
         return f"no executor has been connected for {self._grace_s:g} s"

@@ -348,6 +348,35 @@ def test_executor_that_loads_long_is_named(caplog: pytest.LogCaptureFixture) -> 
 # Admission
 
 
+def test_work_queues_for_as_long_as_an_executor_is_loading() -> None:
+    """Not when it is overdue, nor when it has fallen silent."""
+    rig = LockstepRig(config=EngineConfig(no_executor_grace_s=2.0, hello_timeout_s=6.0, lease_s=1.0))
+    link = rig.executor_hub.connect(new_identity("executor", "gpu-1"))
+    channel: Channel[ex.ExecutorEnvelope] = Channel(ex.ExecutorEnvelope)
+    gateway = rig.add_gateway()
+    queued = gateway.submit([1])
+
+    def load(seconds: float) -> None:
+        for _ in range(round(seconds / 0.1)):
+            link.send(channel.pack(heartbeat=ex.Heartbeat(state=ex.EXECUTOR_STATE_LOADING)))
+            rig.pass_time(0.1)
+
+    load(5)
+    late = gateway.submit([2])
+    load(0.5)
+    assert not queued.is_over
+    assert late.num_accepted == 1
+    load(1.5)  # overdue
+    assert queued.ended.error == late.ended.error == fe.STREAM_ERROR_NO_EXECUTOR
+    rig.pass_time(2)  # forgotten
+    load(0.2)
+    again = gateway.submit([3])
+    rig.pass_time(0.5)
+    assert not again.is_over
+    rig.pass_time(2)  # silent
+    assert again.is_over or gateway.submit([4]).num_accepted == 0
+
+
 def test_work_queues_during_the_grace_and_is_refused_after_it() -> None:
     rig = LockstepRig(config=EngineConfig(no_executor_grace_s=5.0))
     gateway = rig.add_gateway()
