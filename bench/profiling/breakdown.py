@@ -54,7 +54,7 @@ def row_of(label: str) -> str:
     """The row of the table that a label belongs to; a kernel that is not known yet is an "other" one."""
     if label == REST:
         return PYTHON
-    if "linear" in label or "gemm" in label or label == "pm_quantised":  # the last: products with 8 and 4 bit weights
+    if any(part in label for part in ("linear", "gemm", "quantised")):  # the last: products with 8 and 4 bit weights
         return GEMM
     if "attend" in label or "attention" in label:
         return ATTENTION

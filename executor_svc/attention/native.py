@@ -91,17 +91,22 @@ class NativeStep:
         self, layer: int, heads: torch.Tensor, rotation: Rotation, norms: HeadNorms | None
     ) -> torch.Tensor:
         """As `AttentionStep.rotate_and_write`; the queries are a view."""
-        rope = self._rope
-        num_heads = heads.shape[1] - 2 * self._pool.num_kv_heads
-        rope.heads, rope.stride, rope.layer = heads.data_ptr(), heads.stride(0), layer
-        rope.dtype, rope.num_tokens, rope.num_heads = native.CODES[heads.dtype], heads.shape[0], num_heads
-        rope.cos, rope.sin = rotation.cos.data_ptr(), rotation.sin.data_ptr()
-        rope.positions, rope.slots = rotation.positions.data_ptr(), self._batch.slot_mapping.data_ptr()
-        rope.query_norm = rope.key_norm = None
+        rope = self.rope(heads, rotation)
+        rope.layer, rope.query_norm, rope.key_norm = layer, None, None
         if norms is not None:
             rope.query_norm, rope.key_norm, rope.eps = norms.query.data_ptr(), norms.key.data_ptr(), norms.eps
         self._library.rope_store(ctypes.byref(rope))
-        return heads[:, :num_heads]
+        return heads[:, : rope.num_heads]
+
+    def rope(self, heads: torch.Tensor, rotation: Rotation) -> native.Rope:
+        """`pm_rope` of any layer, without norms. There is one of them, which the next call changes."""
+        rope = self._rope
+        rope.heads, rope.stride = heads.data_ptr(), heads.stride(0)
+        rope.dtype, rope.num_tokens = native.CODES[heads.dtype], heads.shape[0]
+        rope.num_heads = heads.shape[1] - 2 * self._pool.num_kv_heads
+        rope.cos, rope.sin = rotation.cos.data_ptr(), rotation.sin.data_ptr()
+        rope.positions, rope.slots = rotation.positions.data_ptr(), self._batch.slot_mapping.data_ptr()
+        return rope
 
     def attend(self, layer: int, query: torch.Tensor, options: AttentionOptions = FULL) -> torch.Tensor:
         """As `AttentionStep.attend`."""
@@ -109,14 +114,22 @@ class NativeStep:
         if query.stride(2) != 1 or query.stride(1) != head_dim:
             query = query.contiguous()
         out = torch.empty(num_tokens, num_heads * head_dim, dtype=query.dtype)
-        window = options.window if options.window is not None and options.window < self._longest else 0
-        call = self._plan(num_heads, bool(window)).call
-        call.query, call.out, call.query_stride = query.data_ptr(), out.data_ptr(), query.stride(0)
-        call.query_dtype, call.layer, call.window = native.CODES[query.dtype], layer, window
-        call.scale = options.scale or 1 / math.sqrt(head_dim)
+        call = self.attention(query, out, options)
+        call.layer = layer
         if self._library.attend(ctypes.byref(call)) != 0:
             raise MemoryError("no memory for the attention kernels' buffers")
         return out
+
+    def attention(self, query: torch.Tensor, out: torch.Tensor, options: AttentionOptions) -> native.Attention:
+        """`pm_attention` of any layer. There are two of them, with a window within the contexts and without, which the
+        next call changes. Heads of a query lie one behind the other."""
+        _, num_heads, head_dim = query.shape
+        window = options.window if options.window is not None and options.window < self._longest else 0
+        call = self._plan(num_heads, bool(window)).call
+        call.query, call.out, call.query_stride = query.data_ptr(), out.data_ptr(), query.stride(0)
+        call.query_dtype, call.window = native.CODES[query.dtype], window
+        call.scale = options.scale or 1 / math.sqrt(head_dim)
+        return call
 
     def _plan(self, num_heads: int, windowed: bool) -> _Plan:
         """Made when the first layer asks. Under a window rows see different parts of a prefix: it is not shared."""

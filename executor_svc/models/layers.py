@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from executor_svc.native.library import CODES, PANEL, Library, LinearCall
+from executor_svc.native.library import CODES, PANEL, CallKind, Library, LinearCall, Norm, Silu
 
 
 @functools.cache
@@ -76,23 +76,36 @@ class Linear:
             return out
         return residual + functional.linear(x, self._weight, self._bias)
 
-    def _compute(self, kernels: Library, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        rows = x.shape[0]
-        x = x if x.stride(1) == 1 else x.contiguous()
-        residual = None if residual is None else residual.to(x.dtype).contiguous()
-        out = torch.empty(rows, self.out_features, dtype=x.dtype)
-        call = LinearCall(
+    @property
+    def is_one_kernel(self) -> bool:
+        """As `Projection.is_one_kernel`."""
+        return self._kernels is not None
+
+    def kernel_call(
+        self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
+    ) -> tuple[CallKind, ctypes.Structure]:
+        """As `Projection.kernel_call`."""
+        return CallKind.LINEAR, self._call(x, residual, out)
+
+    def _call(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor) -> LinearCall:
+        return LinearCall(
             x.data_ptr(),
             self._weight.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
             None if residual is None else residual.data_ptr(),
             out.data_ptr(),
             x.stride(0),
-            rows,
+            x.shape[0],
             self.in_features,
             self.out_features,
             CODES[x.dtype],
         )
+
+    def _compute(self, kernels: Library, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        x = x if x.stride(1) == 1 else x.contiguous()
+        residual = None if residual is None else residual.to(x.dtype).contiguous()
+        out = torch.empty(x.shape[0], self.out_features, dtype=x.dtype)
+        call = self._call(x, residual, out)
         if kernels.linear(ctypes.byref(call)) != 0:
             raise MemoryError("no memory for the linear kernel's buffers")
         return out
@@ -111,6 +124,20 @@ class Projection(Protocol):
         """residual + y."""
         ...
 
+    @property
+    def is_one_kernel(self) -> bool:
+        """Whether there is a `kernel_call`."""
+        ...
+
+    def kernel_call(
+        self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
+    ) -> tuple[CallKind, ctypes.Structure]:
+        """out = y, or residual + y, for a sequence of calls (`sequence`).
+
+        All contiguous and of the type of activations; `residual` may be `out`. The structure holds bare addresses.
+        """
+        ...
+
 
 class SideBySide:
     """Layers with the same input as one; their weights are kept in different forms."""
@@ -127,6 +154,17 @@ class SideBySide:
         """residual + y."""
         parts = torch.split(residual, [layer.out_features for layer in self._layers], 1)
         return torch.cat([layer.add_to(part, x) for layer, part in zip(self._layers, parts, strict=True)], 1)
+
+    @property
+    def is_one_kernel(self) -> bool:
+        """As `Projection.is_one_kernel`."""
+        return False
+
+    def kernel_call(
+        self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
+    ) -> tuple[CallKind, ctypes.Structure]:
+        """There is none."""
+        raise NotImplementedError
 
 
 class RmsNorm:
@@ -149,6 +187,11 @@ class RmsNorm:
         )
         return out
 
+    def kernel_call(self, x: torch.Tensor, out: torch.Tensor) -> tuple[CallKind, ctypes.Structure]:
+        """As `Projection.kernel_call`."""
+        call = Norm(x.data_ptr(), self._weight.data_ptr(), out.data_ptr(), x.shape[1], CODES[x.dtype], self._eps)
+        return CallKind.NORM, call
+
 
 class SiluMul:
     """silu(gate) * up."""
@@ -164,3 +207,7 @@ class SiluMul:
         out = torch.empty(rows, size, dtype=gate_up.dtype)
         self._kernels.silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, size, CODES[gate_up.dtype])
         return out
+
+    def kernel_call(self, gate_up: torch.Tensor, out: torch.Tensor) -> tuple[CallKind, ctypes.Structure]:
+        """As `Projection.kernel_call`."""
+        return CallKind.SILU, Silu(gate_up.data_ptr(), out.data_ptr(), out.shape[1], CODES[out.dtype])

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from executor_svc.attention.base import AttentionOptions, AttentionStep
+from executor_svc.attention.native import NativeStep
 from executor_svc.attention.rotation import HeadNorms, Rotation
 from executor_svc.models.base import ModelShape
 from executor_svc.models.loading import WeightLoader
@@ -22,6 +23,7 @@ from executor_svc.models.rope import (
     inverse_frequencies,
     rope_spec,
 )
+from executor_svc.models.sequence import LayerSequence, are_kernels
 
 _MAX_LAYERS = 4096
 
@@ -165,6 +167,9 @@ class LlamaModel:
         self._layers = [_Layer(spec, loader, i) for i in range(spec.shape.num_layers)]
         self._norm = loader.norm("model.norm", hidden, spec.rms_norm_eps)
         self._rotary = RotaryTable(*inverse_frequencies(spec.rope, loader.rope_factors()))
+        self._sequence = None
+        if loader.kernels is not None and are_kernels(self._layers):
+            self._sequence = LayerSequence(loader.kernels, self._layers, spec.shape, dtype)
         self.weight_bytes = loader.nbytes
 
     def forward(
@@ -173,6 +178,9 @@ class LlamaModel:
         """As `CausalLM.forward`."""
         rotation = self._rotary.rotation(positions)
         x = self._embedding(token_ids)
-        for layer in self._layers:
-            x = layer(x, rotation, step)
+        if self._sequence is not None and isinstance(step, NativeStep):
+            x = self._sequence.run(x, rotation, step)
+        else:
+            for layer in self._layers:
+                x = layer(x, rotation, step)
         return None if sample is None else self._head(self._norm(x[sample]))

@@ -35,7 +35,8 @@ class WeightLoader:
     ) -> None:
         self._source = source
         self._dtype = dtype
-        self._kernels = kernels
+        self.kernels = kernels
+        """None: plain torch."""
         self._weight_dtype = weight_dtype
         self.silu_mul = SiluMul(kernels)
         self.nbytes = 0
@@ -55,7 +56,7 @@ class WeightLoader:
 
     def norm(self, name: str, size: int, eps: float) -> RmsNorm:
         """The norm of this name, without ".weight"."""
-        return RmsNorm(self.tensor(f"{name}.weight", (size,)), eps, self._kernels)
+        return RmsNorm(self.tensor(f"{name}.weight", (size,)), eps, self.kernels)
 
     def linear(self, parts: Parts, in_features: int, *, bias: bool) -> Projection:
         """One layer of the named projections, one below the other."""
@@ -81,21 +82,21 @@ class WeightLoader:
         check_shape(f"{name}.weight", self._source.shape(f"{name}.weight"), (vocab_size, hidden_size))
         if self._weight_dtype == "int8" or self._kept_type(name) is not None:
             matrix = self._quantised([(name, vocab_size)], hidden_size)
-            return QuantisedEmbedding(matrix, self._dtype), QuantisedLinear(matrix, None, self._kernels)
+            return QuantisedEmbedding(matrix, self._dtype), QuantisedLinear(matrix, None, self.kernels)
         table = self.tensor(f"{name}.weight", (vocab_size, hidden_size))
         # Looking up rows needs the dense matrix, multiplying wants the packed one: the one weight held twice.
-        head = Linear(table, kernels=self._kernels)
+        head = Linear(table, kernels=self.kernels)
         self.nbytes += head.packed_nbytes
         return table.__getitem__, head
 
     def _run(self, parts: Parts, in_features: int, bias: torch.Tensor | None) -> Projection:
         """Of parts that are stored alike."""
         if self._weight_dtype == "int8" or self._kept_type(parts[0][0]) is not None:
-            return QuantisedLinear(self._quantised(parts, in_features), bias, self._kernels)
+            return QuantisedLinear(self._quantised(parts, in_features), bias, self.kernels)
         weight = torch.empty(sum(size for _, size in parts), in_features, dtype=self._dtype)
         self._read_rows(parts, 0, weight)
         self.nbytes += weight.nbytes
-        return Linear(weight, bias, self._kernels)
+        return Linear(weight, bias, self.kernels)
 
     def _quantised(self, parts: Parts, in_features: int) -> QuantisedMatrix:
         try:

@@ -12,7 +12,7 @@ import ctypes
 import torch
 from torch.nn import functional
 
-from executor_svc.native.library import CODES, Library, QuantisedCall
+from executor_svc.native.library import CODES, CallKind, Library, QuantisedCall
 from executor_svc.weights.quantised import GROUP, QuantisedMatrix
 
 _TORCH_ROWS = 4096
@@ -37,12 +37,20 @@ class QuantisedLinear:
         """residual + y, the sum taken before rounding."""
         return self._torch(x, residual) if self._kernels is None else self._native(self._kernels, x, residual)
 
-    def _native(self, kernels: Library, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        matrix, rows = self._matrix, x.shape[0]
-        x = x if x.stride(1) == 1 else x.contiguous()
-        residual = None if residual is None else residual.to(x.dtype).contiguous()
-        out = torch.empty(rows, matrix.out_features, dtype=x.dtype)
-        call = QuantisedCall(
+    @property
+    def is_one_kernel(self) -> bool:
+        """As `Projection.is_one_kernel`."""
+        return self._kernels is not None
+
+    def kernel_call(
+        self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
+    ) -> tuple[CallKind, ctypes.Structure]:
+        """As `Projection.kernel_call`."""
+        return CallKind.QUANTISED, self._call(x, residual, out)
+
+    def _call(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor) -> QuantisedCall:
+        matrix = self._matrix
+        return QuantisedCall(
             x.data_ptr(),
             None if residual is None else residual.data_ptr(),
             out.data_ptr(),
@@ -51,12 +59,18 @@ class QuantisedLinear:
             None if matrix.mins is None else matrix.mins.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
             x.stride(0),
-            rows,
+            x.shape[0],
             matrix.in_features,
             matrix.out_features,
             CODES[x.dtype],
             matrix.format,
         )
+
+    def _native(self, kernels: Library, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        x = x if x.stride(1) == 1 else x.contiguous()
+        residual = None if residual is None else residual.to(x.dtype).contiguous()
+        out = torch.empty(x.shape[0], self.out_features, dtype=x.dtype)
+        call = self._call(x, residual, out)
         if kernels.quantised(ctypes.byref(call)) != 0:
             raise MemoryError("no memory for the quantised inputs of a linear kernel")
         return out

@@ -7,6 +7,7 @@ executor computes with torch alone. Structures hold bare addresses: whoever fill
 from __future__ import annotations
 
 import ctypes
+import enum
 import functools
 import importlib.machinery
 from collections.abc import Callable
@@ -179,6 +180,52 @@ class QuantisedCall(ctypes.Structure):
     )
 
 
+class Norm(ctypes.Structure):
+    """`pm_norm`."""
+
+    _fields_ = (("x", _p), ("weight", _p), ("out", _p), ("size", _i64), ("dtype", _i32), ("eps", _f32))
+
+
+class Silu(ctypes.Structure):
+    """`pm_silu`."""
+
+    _fields_ = (("gate_up", _p), ("out", _p), ("size", _i64), ("dtype", _i32))
+
+
+class HeadNormsOf(ctypes.Structure):
+    """`pm_head_norms`."""
+
+    _fields_ = (("query", _p), ("key", _p), ("eps", _f32))
+
+
+class CallKind(enum.IntEnum):
+    """What a call of a sequence runs: PM_CALL_NORM and so on."""
+
+    NORM = 0
+    LINEAR = 1
+    QUANTISED = 2
+    SILU = 3
+    ROPE = 4
+    ATTEND = 5
+
+
+class Call(ctypes.Structure):
+    """`pm_call`."""
+
+    _fields_ = (("arguments", _p), ("kind", _i32), ("layer", _i32), ("windowed", _i32))
+
+
+class Step(ctypes.Structure):
+    """`pm_step`."""
+
+    _fields_ = (
+        ("rows", _i64),
+        ("rope", ctypes.POINTER(Rope)),
+        ("whole", ctypes.POINTER(Attention)),
+        ("windowed", ctypes.POINTER(Attention)),
+    )
+
+
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pm_plan_attention": (_i32, (_p, _p, _p, _i32, _p)),
     "pm_attend": (_i32, (_p,)),
@@ -188,6 +235,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pm_linear_forward": (_i32, (_p,)),
     "pm_pack_linear": (None, (_p, _p, _i64, _i64)),
     "pm_quantised_forward": (_i32, (_p,)),
+    "pm_run": (_i32, (_p, _i32, _p)),
     "pm_abi": (_i32, ()),
     "pm_isa": (ctypes.c_char_p, ()),
     "pm_use_isa": (_i32, (ctypes.c_char_p,)),
@@ -197,7 +245,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """The functions of `src/kernels.h`; each releases the interpreter's lock while it runs."""
+    """The functions of `src/kernels.h` and `src/sequence.h`; each releases the interpreter's lock while it runs."""
 
     path: Path
     plan_attention: Callable[..., int]
@@ -208,6 +256,7 @@ class Library:
     linear: Callable[..., int]
     pack_linear: Callable[..., None]
     quantised: Callable[..., int]
+    run: Callable[..., int]
     num_threads: Callable[[], int]
     _isa: Callable[[], bytes]
     _use_isa: Callable[[bytes], int]
@@ -244,6 +293,7 @@ def open_library(path: Path) -> Library:
         linear=dll.pm_linear_forward,
         pack_linear=dll.pm_pack_linear,
         quantised=dll.pm_quantised_forward,
+        run=dll.pm_run,
         num_threads=dll.pm_num_threads,
         _isa=dll.pm_isa,
         _use_isa=dll.pm_use_isa,

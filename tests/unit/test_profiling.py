@@ -174,7 +174,7 @@ def test_every_kernel_of_the_library_gets_a_timer_and_its_cost() -> None:
 
     from bench.profiling.profiler import UNTIMED, Profiler  # noqa: PLC0415
     from executor_svc.models.layers import RmsNorm  # noqa: PLC0415
-    from executor_svc.native.library import NativeError, load  # noqa: PLC0415
+    from executor_svc.native.library import Call, CallKind, NativeError, Step, load  # noqa: PLC0415
 
     try:
         library = load()
@@ -186,11 +186,23 @@ def test_every_kernel_of_the_library_gets_a_timer_and_its_cost() -> None:
     kernels: dict[str, Callable[..., Any]] = {
         name: getattr(library, name) for name in library.__slots__ if getattr(getattr(library, name), "argtypes", None)
     }
-    assert timed_names == {name for name in kernels if name not in UNTIMED and not name.startswith("_")}
+    expected = {name for name in kernels if name not in UNTIMED and not name.startswith("_")} - {"run"}
+    assert timed_names == expected | {f"run_{kind.name.lower()}" for kind in CallKind}
     assert {"linear", "attend", "rms_norm"} <= timed_names
     x, weight = torch.randn(3, 32), torch.ones(32)
     profiler.clock.begin()
     result = RmsNorm(weight, 1e-6, wrapped)(x)
     profiler.clock.end()
     assert profiler.clock.calls == {"pm_rms_norm": 1}
-    assert torch.equal(result, RmsNorm(weight, 1e-6, library)(x))
+    expected_result = RmsNorm(weight, 1e-6, library)(x)
+    assert torch.equal(result, expected_result)
+    # Many kernels in one call are called one at a time.
+    out, again = torch.zeros(3, 32), torch.zeros(3, 32)
+    pairs = [RmsNorm(weight, 1e-6, wrapped).kernel_call(x, where) for where in (out, again)]
+    calls = (Call * 2)(*(Call(ctypes.addressof(arguments), kind) for kind, arguments in pairs))
+    profiler.clock.begin()
+    assert wrapped.run(calls, 2, ctypes.byref(Step(3))) == 0
+    profiler.clock.end()
+    assert profiler.clock.calls == {"pm_run_norm": 2}
+    assert torch.equal(out, expected_result)
+    assert torch.equal(again, expected_result)

@@ -22,6 +22,6 @@ def build(*flags: str) -> Path:
     if compiler is None:
         pytest.skip("no g++ on PATH")
     path = Path(tempfile.mkdtemp(prefix="pagemill-kernels-")) / "kernels.so"
-    sources = [SOURCES / name for name in ("dispatch.cpp", "plan.cpp", "isa_portable.cpp")]
+    sources = [SOURCES / name for name in ("dispatch.cpp", "plan.cpp", "sequence.cpp", "isa_portable.cpp")]
     subprocess.run([compiler, *COMMON, *flags, "-o", path, *sources], check=True, timeout=100)
     return path

@@ -1,0 +1,76 @@
+"""All layers in one call of the kernels: the same bits as layer by layer, whatever the model and the batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from executor_svc.models.layers import packs_bfloat16
+from executor_svc.models.llama import LlamaModel
+from executor_svc.models.sequence import LayerSequence
+from executor_svc.runner import PagedRunner, load
+from tests.golden.golden_paged import Row, greedy
+from tests.golden.test_golden_families import GQA, make_model, prompts
+
+SHAPE: dict[str, Any] = {**GQA, "head_dim": 16}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama_biases": ("Llama", {**SHAPE, "attention_bias": True, "mlp_bias": True}),
+    "qwen3_head_norms": ("Qwen3", {**SHAPE, "tie_word_embeddings": True}),
+    "mistral_window_everywhere": ("Mistral", {**SHAPE, "sliding_window": 7}),
+    "qwen2_window_in_some": (
+        "Qwen2",
+        {**GQA, "hidden_size": 64, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+}
+WAYS: list[dict[str, int]] = [{"max_rows": 1, "max_chunk": 3}, {}, {"max_chunk": 3}, {"max_rows": 2, "budget": 11}]
+"""Of few tokens first, so that buffers must grow, and of few again."""
+
+
+def model_of(runner: PagedRunner) -> LlamaModel:
+    model = runner._model
+    assert isinstance(model, LlamaModel)
+    return model
+
+
+def outputs(runner: PagedRunner, way: dict[str, int]) -> list[Row]:
+    return greedy(runner, prompts(SHAPE["vocab_size"]), 4, keep_logits=True, **way)
+
+
+@pytest.mark.parametrize("weight_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_call_gives_the_bits_of_many(
+    name: str, weight_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if weight_dtype == "auto" and packs_bfloat16():
+        pytest.skip("this CPU multiplies bfloat16 with oneDNN, so layers are not made of our kernels")
+    make_model(tmp_path, *FAMILIES[name]).to(torch.bfloat16).save_pretrained(tmp_path)
+    runner = load(tmp_path, dtype="bfloat16", weight_dtype=weight_dtype, block_size=4)
+    model = model_of(runner)
+    calls = 0
+    run = LayerSequence.run
+
+    def counted(self: LayerSequence, *args: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return run(self, *args)
+
+    monkeypatch.setattr(LayerSequence, "run", counted)
+    together = [outputs(runner, way) for way in WAYS]
+    assert calls > len(WAYS)
+    calls = 0
+    monkeypatch.setattr(model, "_sequence", None)
+    one_by_one = [outputs(runner, way) for way in WAYS]
+    assert calls == 0
+    for found, expected in zip(together, one_by_one, strict=True):
+        for row, wanted in zip(found, expected, strict=True):
+            assert row.ids == wanted.ids
+            assert torch.equal(torch.stack(row.logits), torch.stack(wanted.logits))
+
+
+def test_layers_that_are_not_kernels_run_one_by_one(tmp_path: Path) -> None:
+    make_model(tmp_path, *FAMILIES["llama_biases"])
+    assert model_of(load(tmp_path, dtype="float32"))._sequence is None
+    assert model_of(load(tmp_path, dtype="bfloat16", attention="sdpa"))._sequence is None
