@@ -41,7 +41,7 @@ LANES_PER_SEQUENCE = 4
 """Lanes per running sequence: a lane waits in the fence for up to pipeline_depth plans, so depths up to 3 never lack
 one."""
 
-WARM_UP_BUDGET_S = 0.25
+WARM_UP_BUDGET_S = 0.15
 """Longest warm-up step: the whole start has five seconds for a small model."""
 
 _PROBE_TOKENS = 32
