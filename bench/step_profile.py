@@ -141,7 +141,7 @@ def _raise_if_ended(tasks: list[asyncio.Task[None]]) -> None:
     for task in tasks:
         if task.done():
             task.result()
-            raise RuntimeError("the load ended inside the window: fewer --seconds")
+            raise RuntimeError("the load ended inside the window: fewer --seconds, or rows than --max-num-seqs")
 
 
 async def _stream(client: AsyncClient, ids: list[int], max_tokens: int, settled: asyncio.Semaphore) -> None:

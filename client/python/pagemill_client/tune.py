@@ -220,6 +220,9 @@ def _check(settings: TuneSettings, options: Sequence[str]) -> None:
             raise OptionError(
                 f"PAGEMILL_{name.upper()} is set and would win over every value that tune tries: unset it"
             )
+    for word in options:
+        if word.partition("=")[0].rpartition(".")[2].removeprefix("--") in ("port", "admin-port", "metrics-port"):
+            raise OptionError(f"{word}: the services that tune measures choose their ports themselves")
     if settings.workload is not None:
         try:
             read_workload(settings.workload)

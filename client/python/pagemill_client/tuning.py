@@ -175,7 +175,7 @@ def sweep(start: Result, rule: Rule, concurrency: int | None) -> Sweep:
             base, improved = best, False
             for value in ladder(factor, base.candidate, upwards):
                 candidate = replace(base.candidate, **{factor: value})
-                if candidate in tried or not is_different(candidate, base.candidate, concurrency):
+                if candidate in tried or not is_different(candidate, best.candidate, concurrency):
                     continue
                 tried.add(candidate)
                 result = yield candidate
@@ -197,9 +197,10 @@ def ladder(factor: str, candidate: Candidate, upwards: bool) -> Iterator[int]:
         return
     for _ in range(MAX_CLIMB):
         value = value * 2 if upwards else value // 2
-        if not LEAST[factor] <= value <= MOST[factor]:
+        if value > MOST[factor] or (value < LEAST[factor] and not upwards):
             return
-        yield value
+        if value >= LEAST[factor]:
+            yield value
     if factor == "max_step_ms" and upwards:
         yield 0
 

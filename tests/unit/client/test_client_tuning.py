@@ -231,6 +231,34 @@ def test_own_options_are_told_from_those_of_serve() -> None:
     assert others == ["--kv-dtype", "int8", "--executor.num-threads=1"]
 
 
+def test_ports_are_chosen_by_the_services(tmp_path: Path) -> None:
+    for option in ("--port", "--admin-port=7", "--gateway.metrics-port=7777"):
+        with pytest.raises(OptionError, match="choose their ports themselves"):
+            tune._check(settings("--output", str(tmp_path / "o.yaml")), [option])
+
+
+def test_a_ladder_from_below_the_least_begins_at_the_least() -> None:
+    low = replace(START, max_step_ms=5)
+    values = list(ladder("max_step_ms", low, upwards=True))
+    assert values[0] >= LEAST["max_step_ms"] > 5
+    assert list(ladder("max_step_ms", low, upwards=False)) == []
+
+
+def test_a_value_beyond_what_the_best_allows_is_not_measured() -> None:
+    """A chunk of the whole budget is as good as one of twice the budget."""
+    tried: list[int] = []
+    steps = sweep(result(100, 0.05), FAST_ENOUGH, None)
+    candidate = next(steps)
+    try:
+        while True:
+            tried.append(candidate.max_prefill_chunk)
+            better = candidate.max_prefill_chunk > START.max_prefill_chunk and candidate.max_num_batched_tokens == 256
+            candidate = steps.send(result(100.0 + better * candidate.max_prefill_chunk, 0.05, candidate))
+    except StopIteration:
+        pass
+    assert max(tried) == 384
+
+
 @pytest.mark.parametrize("option", ["--max-num-seqs", "--executor.block-size=8", "--scheduler.max-num-batched-tokens"])
 def test_an_option_that_is_swept_cannot_be_fixed(option: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="tune sweeps it"):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_svc.core.limits import check_config
+from scheduler_svc.core.limits import check_config, combine
 from scheduler_svc.core.pace import LEAST_PROMPT_TOKENS, NUM_MIXED, StepPace, step_pace
 from scheduler_svc.core.params import ExecutorLimits, SchedulerConfig, SeqId, SequenceSpec
 from scheduler_svc.core.plan import StepPlan, StepResult
@@ -151,3 +151,13 @@ def test_no_limit_is_a_choice() -> None:
     scheduler = attached(max_step_ms=0)
     submit(scheduler, 1, 900)
     assert counts(scheduler) == [400]
+
+
+def test_copies_of_kept_blocks_are_counted_by_what_a_step_has_time_for() -> None:
+    """A share of a full step's time would be most of the time of one that is cut."""
+    executor = replace(EXECUTOR, num_host_blocks=64, bytes_per_block=1000, swap_out_bytes_per_s=16_000.0)
+    executor = replace(executor, swap_in_bytes_per_s=1e9, decode_step_s=(0.05,))
+    config = SchedulerConfig(max_num_batched_tokens=400)
+    whole, cut = (combine(replace(config, max_step_ms=limit), executor) for limit in (0, 250))
+    assert whole.num_blocks_in(0.5) == 8  # half of a second, at 16 blocks a second
+    assert cut.num_blocks_in(0.5) == 1  # half of the 0.2 s that 80 tokens take

@@ -209,3 +209,13 @@ def test_defaults_are_valid() -> None:
     assert settings.model == Path("m")
     assert settings.scheduler_endpoint.startswith("ipc://")
     assert settings.metrics_host == "127.0.0.1"
+
+
+def test_garbage_is_collected_once_it_serves_and_what_imports_made_is_not() -> None:
+    program = (
+        "import gc, sys\n"
+        "from executor_svc import __main__, service\n"
+        "service.serve = lambda settings, started: 7 if gc.isenabled() and gc.get_freeze_count() > 10_000 else 1\n"
+        "sys.exit(__main__.main(['--model', 'm']))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=DEADLINE_S, check=False).returncode == 7
