@@ -149,7 +149,8 @@ class SchedulerSettings(ServiceSettings):
         default=60.0,
         gt=0,
         le=86_400,
-        description="seconds a connected executor may take to load before the log says so",
+        description="seconds a connected executor may take to load before the log says so, and the longest that "
+        "requests wait for one that is loading",
     )
     no_executor_grace_s: float = Field(
         default=10.0,

@@ -93,7 +93,11 @@ class Engine:
             audit=self._audit,
         )
         self._grace = Grace(
-            self.executors, self.gateways, grace_s=config.no_executor_grace_s, retry_after_ms=_UNKNOWN_RETRY_MS
+            self.executors,
+            self.gateways,
+            grace_s=config.no_executor_grace_s,
+            most_s=config.hello_timeout_s,
+            retry_after_ms=_UNKNOWN_RETRY_MS,
         )
         self._announced: tuple[object, ...] = ()
         self._num_stops = 0

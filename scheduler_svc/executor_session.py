@@ -19,6 +19,7 @@ from scheduler_svc.sessions import peer_name
 log = logging.getLogger(__name__)
 
 MAX_STRANGERS = 64
+_STARTING = ("LOADING", "WARMING")
 
 
 @dataclass(slots=True)
@@ -121,9 +122,11 @@ class Strangers:
             stranger.state, stranger.percent = state_name(envelope.heartbeat.state), envelope.heartbeat.percent
 
     def is_one_starting(self, now: float) -> bool:
-        """Whether an executor is on its way: heard within its lease, and not overdue with its hello."""
+        """Whether an executor says that it is loading: heard within its lease, and not overdue with its hello."""
         return any(
-            now - stranger.last_seen <= self._lease_s and now - stranger.first_seen <= self._hello_timeout_s
+            stranger.state in _STARTING
+            and now - stranger.last_seen <= self._lease_s
+            and now - stranger.first_seen <= self._hello_timeout_s
             for stranger in self._peers.values()
         )
 

@@ -16,9 +16,14 @@ log = logging.getLogger(__name__)
 class Grace:
     """`grace_s` from the moment an executor goes, or the scheduler starts without one; longer while one is starting."""
 
-    def __init__(self, executors: ExecutorPort, gateways: GatewayPort, *, grace_s: float, retry_after_ms: int) -> None:
+    def __init__(
+        self, executors: ExecutorPort, gateways: GatewayPort, *, grace_s: float, most_s: float, retry_after_ms: int
+    ) -> None:
+        """`most_s`: the longest absence in which one that is starting counts; executors that die while they load and
+        come back must not keep work waiting for ever."""
         self._executors, self._gateways = executors, gateways
         self._grace_s = grace_s
+        self._most_s = max(grace_s, most_s)
         self._retry_after_ms = retry_after_ms
         self._is_spent = False
         """Whether this absence has had its consequences."""
@@ -31,9 +36,9 @@ class Grace:
 
     def check(self, now: float) -> None:
         """Once per absence: what was queued in hope and has had no token ends. Streams that have, wait on."""
-        if self._executors.session is not None:
+        if not self._is_over(now):
             self._is_spent = False
-        elif not self._is_spent and self._is_over(now):
+        elif not self._is_spent:
             self._is_spent = True
             ended = self._gateways.end_streams(
                 now,
@@ -46,8 +51,10 @@ class Grace:
 
     def _is_over(self, now: float) -> bool:
         executors = self._executors
-        is_absent = executors.session is None and not executors.is_one_starting(now)
-        return is_absent and now - executors.absent_since >= self._grace_s
+        if executors.session is not None:
+            return False
+        absent_s = now - executors.absent_since
+        return absent_s >= (self._most_s if executors.is_one_starting(now) else self._grace_s)
 
     def _text(self) -> str:
-        return f"no executor has been connected for {self._grace_s:g} s"
+        return f"no executor has been connected for {self._grace_s:g} s or more"

@@ -1,8 +1,8 @@
 """What an executor really does per second, learned from its results; its hello gives the figures to begin with.
 
 The hello's figures are from one moment at its start. Another load in that moment, or since, makes them wrong, and with
-them every choice between swapping and computing again. Each figure is the median of the last samples, so that single
-odd steps change nothing; the hello's counts as the first few of them.
+them every choice between swapping and computing again. Each figure is the median of the last samples (of prefill the
+upper quartile), so that single odd steps change nothing; the hello's counts as the first few of them.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class ExecutorRates:
             self._decode_step(num_rows, execute_s)
             return
         decode_s = StepPace(0.0, 0.0, self._decode_step_s()).decode_s(num_decodes)
-        if execute_s < decode_s:  # so decode rows take less by now: half of it, as long as none are seen alone
+        if execute_s < decode_s / 2:  # so decode rows take less by now, even if none are seen alone
             self._decode_step(max(1, num_decodes), execute_s / 2)
         if decode_s and num_prompt >= min(LEAST_PROMPT_TOKENS, self._first_tokens):
             self._prefill.add(num_prompt, max(execute_s - decode_s, LEAST_PROMPT_SHARE * execute_s))

@@ -92,7 +92,7 @@ class NativeStep:
     ) -> torch.Tensor:
         """As `AttentionStep.rotate_and_write`; the queries are a view."""
         rope = self.rope(heads, rotation)
-        rope.layer, rope.query_norm, rope.key_norm = layer, None, None
+        rope.layer = layer
         if norms is not None:
             rope.query_norm, rope.key_norm, rope.eps = norms.query.data_ptr(), norms.key.data_ptr(), norms.eps
         self._library.rope_store(ctypes.byref(rope))
@@ -106,6 +106,7 @@ class NativeStep:
         rope.num_heads = heads.shape[1] - 2 * self._pool.num_kv_heads
         rope.cos, rope.sin = rotation.cos.data_ptr(), rotation.sin.data_ptr()
         rope.positions, rope.slots = rotation.positions.data_ptr(), self._batch.slot_mapping.data_ptr()
+        rope.query_norm = rope.key_norm = None
         return rope
 
     def attend(self, layer: int, query: torch.Tensor, options: AttentionOptions = FULL) -> torch.Tensor:

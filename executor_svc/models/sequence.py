@@ -61,7 +61,6 @@ class LayerSequence:
         self._x[:rows] = x
         heads = self._heads[:rows]
         rope = step.rope(heads, rotation)
-        rope.query_norm = rope.key_norm = None
         now = native.Step(rows, ctypes.pointer(rope))
         for options in self._options:
             call = ctypes.pointer(step.attention(heads[:, : self._shape.num_heads], self._attended, options))
@@ -75,6 +74,7 @@ class LayerSequence:
 
     def _make(self, num_rows: int) -> None:
         """Buffers for so many tokens, and the calls over them."""
+        self._num_rows = 0  # as long as the calls' addresses are those of buffers before, memory may run out
         s, first = self._shape, self._layers[0]
         inner = first.gate_up.out_features // 2
 

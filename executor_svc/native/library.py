@@ -17,7 +17,7 @@ from typing import Any
 
 import torch  # before the kernels: they then find its OpenMP loaded, and share its threads
 
-ABI = 3
+ABI = 4
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """PM_F32, PM_BF16, PM_I8."""
 TILE = 128

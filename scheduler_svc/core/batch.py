@@ -94,7 +94,7 @@ class BatchBuilder:
         plan.num_rows = len(lanes)
         plan.num_tokens = num_decodes + self.num_prefill_tokens
         is_mixed = bool(num_decodes and self.num_prefill_tokens)
-        running.num_mixed = running.num_mixed + 1 if is_mixed and self._is_cut else 0
+        running.num_mixed = running.num_mixed + 1 if is_mixed and self._is_cut and not self.num_tokens_left else 0
         is_all_single = plan.num_tokens == plan.num_rows
         plan.repeat_decode = bool(lanes) and is_all_single and lanes == running.last_row_lanes
         if not plan.repeat_decode:

@@ -20,6 +20,8 @@ LEAST_PROMPT_TOKENS = 16
 FIRST_SHARE = 0.25
 """Of the tokens that there is room for, the least as long as nothing is known of decode rows' time: what is learned
 from a smaller step is its fixed cost."""
+FIRST_TIMES = 4
+"""For the same while, how many times the limit such a step may take."""
 LEAST_SHARE = 1.0
 """Of the time of a step's decode rows, what prompts have at least. Where decode rows alone take most of the limit, on a
 busy machine or with a large model, shorter steps would come little sooner and be mostly fixed cost."""
@@ -52,7 +54,10 @@ class StepPace:
             return most
         decode_s = self.decode_s(num_decodes)
         left_s = max(self.max_step_s - decode_s, LEAST_SHARE * decode_s)
-        least = LEAST_PROMPT_TOKENS if decode_s else max(LEAST_PROMPT_TOKENS, ceil(FIRST_SHARE * most))
+        least = LEAST_PROMPT_TOKENS
+        if not decode_s:
+            first = min(ceil(FIRST_SHARE * most), int(FIRST_TIMES * self.max_step_s / self.prompt_token_s))
+            least = max(least, first)
         return min(most, max(least, int(left_s / self.prompt_token_s)))
 
 

@@ -70,6 +70,32 @@ def test_one_call_gives_the_bits_of_many(
             assert torch.equal(torch.stack(row.logits), torch.stack(wanted.logits))
 
 
+def test_buffers_that_cannot_grow_leave_the_next_step_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The executor halves a batch that finds no memory, and goes on."""
+    make_model(tmp_path, *FAMILIES["llama_biases"])
+    runner = load(tmp_path, dtype="bfloat16", weight_dtype="int8", block_size=4)
+    expected = outputs(runner, {"max_rows": 1, "max_chunk": 3})
+    sequence = model_of(runner)._sequence
+    assert sequence is not None
+    before, empty, calls = sequence._x.data_ptr(), torch.empty, 0
+
+    def fails_in_the_middle(*size: Any, **options: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise RuntimeError("no memory")
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", fails_in_the_middle)
+    with pytest.raises(RuntimeError, match="no memory"):
+        sequence._make(128)
+    monkeypatch.setattr(torch, "empty", empty)
+    assert sequence._x.data_ptr() != before
+    for row, wanted in zip(outputs(runner, {"max_rows": 1, "max_chunk": 3}), expected, strict=True):
+        assert row.ids == wanted.ids
+        assert torch.equal(torch.stack(row.logits), torch.stack(wanted.logits))
+
+
 def test_layers_that_are_not_kernels_run_one_by_one(tmp_path: Path) -> None:
     make_model(tmp_path, *FAMILIES["llama_biases"])
     assert model_of(load(tmp_path, dtype="float32"))._sequence is None

@@ -133,7 +133,7 @@ def test_preemption_changes_no_id(demo_model: Path, float32_runner: PagedRunner,
     num_blocks = (max(map(len, prompts)) + num_outputs) // float32_runner.block_size + 2
     settings = ExecutorSettings(model=demo_model, num_device_blocks=num_blocks, max_num_seqs=32)
     ready = prepare(float32_runner, settings)
-    rig = LiveRig(core=SchedulerConfig(max_num_seqs=32, watermark=0.0))
+    rig = LiveRig(core=SchedulerConfig(max_num_seqs=32, watermark=0.0, growth_reserve=0.0, max_step_ms=0))
     link = rig.executor_hub.connect(new_identity("executor", "golden"))
     worker = Worker(link, ready.hello, ready.executor, ready.limits, metrics=ExecutorMetrics())
     ends: list[Exit] = []

@@ -368,13 +368,29 @@ def test_work_queues_for_as_long_as_an_executor_is_loading() -> None:
     assert late.num_accepted == 1
     load(1.5)  # overdue
     assert queued.ended.error == late.ended.error == fe.STREAM_ERROR_NO_EXECUTOR
+    rig.add_executor()
+    rig.turn(3)
+    rig.kill_executor(rig.executors[0])
     rig.pass_time(2)  # forgotten
-    load(0.2)
+    load(1.5)
     again = gateway.submit([3])
     rig.pass_time(0.5)
     assert not again.is_over
-    rig.pass_time(2)  # silent
-    assert again.is_over or gateway.submit([4]).num_accepted == 0
+    rig.pass_time(3)  # silent
+    assert again.is_over
+
+
+def test_work_does_not_wait_for_ever_for_executors_that_die_while_they_load() -> None:
+    """Each is a new process with a time of its own to load."""
+    rig = LockstepRig(config=EngineConfig(no_executor_grace_s=2.0, hello_timeout_s=6.0, lease_s=1.0))
+    queued = rig.add_gateway().submit([1])
+    for number in range(3):
+        link = rig.executor_hub.connect(new_identity("executor", f"gpu-{number}"))
+        channel: Channel[ex.ExecutorEnvelope] = Channel(ex.ExecutorEnvelope)
+        for _ in range(25):
+            link.send(channel.pack(heartbeat=ex.Heartbeat(state=ex.EXECUTOR_STATE_LOADING)))
+            rig.pass_time(0.1)
+    assert queued.ended.error == fe.STREAM_ERROR_NO_EXECUTOR
 
 
 def test_work_queues_during_the_grace_and_is_refused_after_it() -> None:

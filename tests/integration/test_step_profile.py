@@ -41,6 +41,9 @@ def test_a_step_is_split_into_all_its_parts(tmp_path: Path) -> None:
     assert all(parts[row] > 0 for row in ("GEMM", "attention", "sampling", "Python"))
     assert sum(parts.values()) == pytest.approx(load["period_ms"])
     assert parts["GEMM"] > 0.1 * load["period_ms"]  # or most of the products have no timer
+    labels = load["labels_ms"]
+    if "pm_linear" in labels:  # the output matrix alone, where all layers are one call
+        assert sum(ms for label, ms in labels.items() if label.startswith("pm_run_")) > labels["pm_linear"]
     assert 0 < load["not_kernels"]["in_the_way"] <= load["not_kernels"]["all"] < 1
     assert load["beside_ms"]["schedule"] > 0
     assert "decode:2" in done.stdout

@@ -196,11 +196,10 @@ def ladder(factor: str, candidate: Candidate, upwards: bool) -> Iterator[int]:
         yield from () if upwards else (1_000, 500, 250)
         return
     for _ in range(MAX_CLIMB):
-        value = value * 2 if upwards else value // 2
-        if value > MOST[factor] or (value < LEAST[factor] and not upwards):
+        value = max(value * 2, LEAST[factor]) if upwards else value // 2
+        if not LEAST[factor] <= value <= MOST[factor]:
             return
-        if value >= LEAST[factor]:
-            yield value
+        yield value
     if factor == "max_step_ms" and upwards:
         yield 0
 

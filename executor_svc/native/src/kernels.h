@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #ifndef PM_ABI
-#define PM_ABI 3
+#define PM_ABI 4
 #endif
 
 // Whether the instruction sets of x86 are compiled beside the portable kernels. Tests build without.

@@ -46,9 +46,11 @@ def test_a_step_still_takes_the_least_where_each_token_is_slow() -> None:
 
 
 def test_a_step_stays_large_enough_to_learn_from_while_nothing_is_known_of_decode_rows() -> None:
-    pace = StepPace(0.25, 1.0, ())
+    pace = StepPace(0.25, 1 / 200, ())
     assert [pace.num_prompt_tokens(num_decodes, 512) for num_decodes in (0, 3)] == [128, 128]
-    assert [pace.num_prompt_tokens(0, most) for most in (7, 20, 253)] == [7, 16, 64]
+    assert [pace.num_prompt_tokens(0, most) for most in (7, 20, 253)] == [7, 20, 64]
+    assert StepPace(0.25, 1 / 100, ()).num_prompt_tokens(0, 512) == 100  # four times the limit
+    assert StepPace(0.25, 1.0, ()).num_prompt_tokens(0, 512) == LEAST_PROMPT_TOKENS
     assert StepPace(0.25, 1.0, (0.01,)).num_prompt_tokens(0, 512) == LEAST_PROMPT_TOKENS
 
 
