@@ -61,6 +61,8 @@ class ModelRunner(Protocol):
     """Of one block over all layers, keys and values."""
     weight_bytes: int
     """Of weights and other buffers that stay for the life of the runner."""
+    buffer_bytes_per_token: int
+    """Of buffers that grow to the largest step's tokens and stay; 0 without any."""
     dtype_name: str
     """Of weights and activations, such as "bfloat16", or "bfloat16, weights int8"."""
     kv_dtype_name: str

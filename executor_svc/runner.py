@@ -59,6 +59,7 @@ class PagedRunner:
         self.num_blocks = 0
         self.bytes_per_block = self.geometry.bytes_per_block
         self.weight_bytes = model.weight_bytes
+        self.buffer_bytes_per_token = model.buffer_bytes_per_token
         kept = "" if weight_dtype == "auto" else f", weights {weight_dtype}"
         self.dtype_name = str(model.dtype).removeprefix("torch.") + kept
         self.kv_dtype_name = str(geometry.dtype).removeprefix("torch.")

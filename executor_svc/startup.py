@@ -151,7 +151,9 @@ def warm_up(runner: ModelRunner, max_rows: int, max_tokens: int, max_model_len: 
         seconds.append(_timed_forward(runner, prefill))
     if max_rows <= affordable:
         _timed_forward(runner, decode)
-    return Measured(int(peak_bytes / share), sum(prefill) / min(seconds))
+    # Buffers that the probe had made are not in the peak. The pool must leave room for them at their largest.
+    buffer_bytes = max_tokens * runner.buffer_bytes_per_token
+    return Measured(max(int(peak_bytes / share), buffer_bytes), sum(prefill) / min(seconds))
 
 
 def measure_copies(runner: ModelRunner, measured: Measured, bytes_per_s: float) -> Measured:

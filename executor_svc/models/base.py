@@ -28,6 +28,8 @@ class CausalLM(Protocol):
     shape: ModelShape
     dtype: torch.dtype
     weight_bytes: int
+    buffer_bytes_per_token: int
+    """Of buffers that grow to the largest step's tokens and stay; 0 without any."""
     implementation: str
     """In words for the log, such as "own"."""
 

@@ -168,8 +168,10 @@ class LlamaModel:
         self._norm = loader.norm("model.norm", hidden, spec.rms_norm_eps)
         self._rotary = RotaryTable(*inverse_frequencies(spec.rope, loader.rope_factors()))
         self._sequence = None
+        self.buffer_bytes_per_token = 0
         if loader.kernels is not None and are_kernels(self._layers):
             self._sequence = LayerSequence(loader.kernels, self._layers, spec.shape, dtype)
+            self.buffer_bytes_per_token = self._sequence.bytes_per_token
         self.weight_bytes = loader.nbytes
 
     def forward(

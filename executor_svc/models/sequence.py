@@ -72,6 +72,14 @@ class LayerSequence:
             raise MemoryError("no memory for the kernels' buffers")
         return self._x[:rows]
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Of all buffers."""
+        s, first = self._shape, self._layers[0]
+        heads = (2 * s.num_heads + 2 * s.num_kv_heads) * s.head_dim
+        size = 2 * first.out.out_features + heads + first.gate_up.out_features * 3 // 2
+        return size * self._dtype.itemsize
+
     def _make(self, num_rows: int) -> None:
         """Buffers for so many tokens, and the calls over them."""
         self._num_rows = 0  # as long as the calls' addresses are those of buffers before, memory may run out

@@ -37,6 +37,7 @@ class TransformersModel:
         self.dtype = dtype
         self._model = _load(info, dtype)
         self.shape = _probe_shape(self._model, info)
+        self.buffer_bytes_per_token = 0
         self.weight_bytes = sum(p.nbytes for p in self._model.parameters()) + sum(
             b.nbytes for b in self._model.buffers()
         )

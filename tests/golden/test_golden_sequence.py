@@ -12,6 +12,7 @@ from executor_svc.models.layers import packs_bfloat16
 from executor_svc.models.llama import LlamaModel
 from executor_svc.models.sequence import LayerSequence
 from executor_svc.runner import PagedRunner, load
+from executor_svc.startup import warm_up
 from tests.golden.golden_paged import Row, greedy
 from tests.golden.test_golden_families import GQA, make_model, prompts
 
@@ -77,6 +78,8 @@ def test_buffers_that_cannot_grow_leave_the_next_step_right(tmp_path: Path, monk
     expected = outputs(runner, {"max_rows": 1, "max_chunk": 3})
     sequence = model_of(runner)._sequence
     assert sequence is not None
+    buffers = (sequence._x, sequence._normed, sequence._heads, sequence._attended, sequence._gate_up, sequence._inner)
+    assert runner.buffer_bytes_per_token * sequence._num_rows == sum(buffer.nbytes for buffer in buffers)
     before, empty, calls = sequence._x.data_ptr(), torch.empty, 0
 
     def fails_in_the_middle(*size: Any, **options: Any) -> torch.Tensor:
@@ -94,6 +97,15 @@ def test_buffers_that_cannot_grow_leave_the_next_step_right(tmp_path: Path, monk
     for row, wanted in zip(outputs(runner, {"max_rows": 1, "max_chunk": 3}), expected, strict=True):
         assert row.ids == wanted.ids
         assert torch.equal(torch.stack(row.logits), torch.stack(wanted.logits))
+
+
+def test_the_pool_leaves_room_for_the_buffers_of_the_largest_step(tmp_path: Path) -> None:
+    """Also when the warm-up has no time for one, and when a probe has made most of them before."""
+    make_model(tmp_path, *FAMILIES["llama_biases"])
+    runner = load(tmp_path, dtype="bfloat16", weight_dtype="int8", block_size=4)
+    runner.buffer_bytes_per_token = 1 << 20
+    with torch.inference_mode():
+        assert warm_up(runner, 4, 64, 64).activation_bytes >= 64 << 20
 
 
 def test_layers_that_are_not_kernels_run_one_by_one(tmp_path: Path) -> None:

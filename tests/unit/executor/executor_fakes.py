@@ -65,6 +65,7 @@ class DigestRunner:
 
     vocab_size = VOCAB
     weight_bytes = 1_000_000
+    buffer_bytes_per_token = 0
     dtype_name = kv_dtype_name = "int64"
     device_name = "none"
     attention_name = "digest"
