@@ -157,7 +157,7 @@ class SchedulerSettings(ServiceSettings):
         ge=0,
         le=86_400,
         description="seconds without an executor in which requests queue, before they are refused with NO_EXECUTOR; "
-        "longer while one is loading, as long as that takes at most --hello-timeout-s",
+        "while one is loading --hello-timeout-s, if that is longer",
     )
     check_every_plans: int = Field(
         default=1_024,
