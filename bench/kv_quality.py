@@ -194,15 +194,20 @@ def compare(args: argparse.Namespace, windows: torch.Tensor, prompts: list[list[
     return {"types": lines, "scale_errors": scales}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="directory or GGUF file (default: the demo model)")
-    parser.add_argument("--block-size", type=int, default=16, help="positions per block")
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Options for how much is compared, and where the figures go."""
     parser.add_argument("--window", type=int, default=512, help="tokens of a window")
     parser.add_argument("--windows", type=int, default=10, help="most windows")
     parser.add_argument("--prompts", type=int, default=48, help="greedy continuations compared")
     parser.add_argument("--outputs", type=int, default=64, help="tokens of each continuation")
     parser.add_argument("--output", type=Path, help="where the JSON goes")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="directory or GGUF file (default: the demo model)")
+    parser.add_argument("--block-size", type=int, default=16, help="positions per block")
+    add_sizes(parser)
     args = parser.parse_args()
     args.model = args.model or find_demo_model()
     windows, about = read_text(args.model, args.window, args.windows)

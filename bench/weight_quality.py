@@ -17,7 +17,16 @@ from typing import Any
 import torch
 
 from bench import machine
-from bench.kv_quality import Predictions, agreement, continuations, perplexity, pick_prompts, predict, read_text
+from bench.kv_quality import (
+    Predictions,
+    add_sizes,
+    agreement,
+    continuations,
+    perplexity,
+    pick_prompts,
+    predict,
+    read_text,
+)
 from executor_svc.runner import load
 from pagemill.model_files import find_demo_model, read_model_info
 
@@ -62,11 +71,7 @@ def compare(args: argparse.Namespace, windows: torch.Tensor, prompts: list[list[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="GGUF file (default: the demo model)")
-    parser.add_argument("--window", type=int, default=512, help="tokens of a window")
-    parser.add_argument("--windows", type=int, default=10, help="most windows")
-    parser.add_argument("--prompts", type=int, default=48, help="greedy continuations compared")
-    parser.add_argument("--outputs", type=int, default=64, help="tokens of each continuation")
-    parser.add_argument("--output", type=Path, help="where the JSON goes")
+    add_sizes(parser)
     args = parser.parse_args()
     args.model = args.model or find_demo_model()
     windows, about = read_text(args.model, args.window, args.windows)
