@@ -59,6 +59,12 @@ class ExecutorSettings(ServiceSettings):
         description="native: compiled kernels, also for norms, rotation, SiLU and products with bfloat16 weights; sdpa:"
         " plain torch throughout; auto: native where they were compiled and serve the model",
     )
+    deterministic: bool = Field(
+        default=False,
+        description="do not start where the bits of a sequence's logits could depend on the sequences beside it, on how"
+        " its prompt is cut or on preemption. Wherever the compiled kernels compute everything they do not, with or"
+        " without this; the log says so at the start. On CPUs with AMX the kernels then do what oneDNN does faster",
+    )
     num_threads: int = Field(default=0, ge=0, le=1024, description="compute threads; 0: one per usable core")
     block_size: int = Field(default=16, ge=1, le=1024, description="token positions per KV block")
     max_num_seqs: int = Field(default=64, ge=1, le=4096, description="most sequences in one step")

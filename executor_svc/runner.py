@@ -109,14 +109,17 @@ def load(
     block_size: int = 16,
     attention: str = "auto",
     num_threads: int | None = None,
+    deterministic: bool = False,
 ) -> PagedRunner:
     """Load a model and return its runner, without a KV pool yet.
 
     `dtype`: "bfloat16", "float32", or "auto" (bfloat16 where the CPU or the kernels compute it fast). `weight_dtype`:
     "auto" (the same), "int8" or "gguf" (see `executor_svc.models.loading`). `kv_dtype`: of keys and values, one of the
     types of `dtype`, "int8", or "auto" (the same as `dtype`). `num_threads`: None takes what torch starts with
-    (OMP_NUM_THREADS, else the cores), at most the CPUs this process may use. Raises ValueErrors (ModelFileError,
-    UnsupportedModelError, WeightError, AttentionError) whose text is one line for the operator.
+    (OMP_NUM_THREADS, else the cores), at most the CPUs this process may use. `deterministic`: refuse a model or a CPU
+    with which the bits of a sequence's logits would depend on others in the batch or on how the prompt is cut. Raises
+    ValueErrors (ModelFileError, UnsupportedModelError, WeightError, AttentionError) whose text is one line for the
+    operator.
     """
     if dtype not in (*DTYPES, "auto"):
         raise ValueError(f"dtype must be one of auto, {', '.join(DTYPES)} (got {dtype!r})")
@@ -134,13 +137,16 @@ def load(
     kernels, reason = _kernels(attention)
     chosen = _fastest_dtype(info, kernels) if dtype == "auto" else DTYPES[dtype]
     with torch.inference_mode():
-        loaded = load_model(info, chosen, kernels, weight_dtype)
+        loaded = load_model(info, chosen, kernels, weight_dtype, deterministic=deterministic)
     kv_type = chosen if kv_dtype == "auto" else KV_DTYPES[kv_dtype]
     geometry = KvGeometry(
         loaded.shape.num_layers, loaded.shape.num_kv_heads, loaded.shape.head_dim, block_size, kv_type
     )
     backend, refusal = _backend(attention, kernels, geometry)
-    log.info("attention", extra=kv(backend=backend.name, reason=refusal or reason))
+    invariant = loaded.batch_invariant and backend.batch_invariant
+    log.info("attention", extra=kv(backend=backend.name, reason=refusal or reason, deterministic=invariant))
+    if deterministic and not invariant:
+        raise AttentionError(_not_deterministic(loaded, backend, refusal or reason))
     runner = PagedRunner(info, loaded, backend, geometry, weight_dtype)
     log.info("kv block", extra=kv(kv_dtype=runner.kv_dtype_name, arithmetic=runner.geometry.arithmetic))
     return runner
@@ -178,6 +184,17 @@ def _backend(attention: str, kernels: Library | None, geometry: KvGeometry) -> t
     if attention == "native":
         raise AttentionError(refusal)
     return _accepted(SdpaBackend(), geometry), refusal
+
+
+def _not_deterministic(model: CausalLM, backend: AttentionBackend, reason: str) -> str:
+    """Why the logits of a sequence may depend on other sequences."""
+    if not backend.batch_invariant:
+        return f"deterministic: attention is computed by {backend.name} ({reason}), not by the compiled kernels"
+    dtype = str(model.dtype).removeprefix("torch.")
+    return (
+        f"deterministic: torch multiplies matrices ({model.implementation}, {dtype}); "
+        "the compiled kernels do for the own implementation's bfloat16, int8 and gguf weights"
+    )
 
 
 def _accepted(backend: AttentionBackend, geometry: KvGeometry) -> AttentionBackend:

@@ -140,6 +140,7 @@ def _load(settings: ExecutorSettings) -> PagedRunner:
         block_size=settings.block_size,
         attention=settings.attention_backend,
         num_threads=settings.num_threads or None,
+        deterministic=settings.deterministic,
     )
 
 

@@ -61,6 +61,8 @@ class AttentionBackend(Protocol):
     """A way to compute attention on one kind of device."""
 
     name: str
+    batch_invariant: bool
+    """Whether the bits of a row's result depend on nothing but the row, and not on how its prompt was cut."""
 
     def refusal(self, geometry: KvGeometry) -> str | None:
         """Why this backend cannot serve such blocks (size, dtype, head size), as one line; None if it can."""

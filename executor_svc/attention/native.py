@@ -35,6 +35,7 @@ class NativeBackend:
     """`AttentionBackend` by `executor_svc.native`; see the module."""
 
     name = "native"
+    batch_invariant = True
 
     def __init__(self, library: native.Library) -> None:
         self._library = library

@@ -45,6 +45,7 @@ class SdpaBackend:
     """`AttentionBackend` by gathering blocks; see the module."""
 
     name = "sdpa"
+    batch_invariant = False
 
     def refusal(self, geometry: KvGeometry) -> str | None:
         """As `AttentionBackend.refusal`: any block size, head size and type of which there are blocks."""

@@ -30,6 +30,8 @@ class CausalLM(Protocol):
     weight_bytes: int
     buffer_bytes_per_token: int
     """Of buffers that grow to the largest step's tokens and stay; 0 without any."""
+    batch_invariant: bool
+    """Whether the bits of a sequence's logits depend on that sequence alone, given attention of which that is true."""
     implementation: str
     """In words for the log, such as "own"."""
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from executor_svc.native.library import CODES, PANEL, CallKind, Library, LinearCall, Norm, Silu
+from executor_svc.native.library import BFLOAT16_ISA, CODES, PANEL, CallKind, Library, LinearCall, Norm, Silu
 
 
 @functools.cache
@@ -24,12 +24,22 @@ def packs_bfloat16() -> bool:
     )
 
 
+def computes_linear(kernels: Library | None) -> bool:
+    """Whether bfloat16 weights are for the compiled kernels, which need the instructions or nobody else having them.
+
+    They do not know the tiles of AMX, so oneDNN is much faster there.
+    """
+    if kernels is None:
+        return False
+    return not packs_bfloat16() or (kernels.isa == BFLOAT16_ISA and not torch.cpu._is_amx_tile_supported())
+
+
 class Linear:
     """y = x Wᵀ + b.
 
-    bfloat16 weights are kept in one packed layout only: oneDNN's where the CPU multiplies bfloat16 (2 x faster than
-    dense at 1 to 4 rows, 1.3 x at 16, equal from 64 on; measured, torch 2.13), else that of the compiled kernels, where
-    there are some: torch computes bfloat16 several times slower than float32 there. All others stay dense.
+    bfloat16 weights are kept in one packed layout only: that of the compiled kernels where `computes_linear` says so,
+    else oneDNN's where the CPU multiplies bfloat16 (2 x faster than dense at 1 to 4 rows, 1.3 x at 16, equal from 64
+    on; measured, torch 2.13). All others stay dense.
     """
 
     def __init__(
@@ -40,18 +50,19 @@ class Linear:
         *,
         pack: bool = False,
     ) -> None:
-        """`pack`: for the kernels also where oneDNN would do."""
+        """`pack`: for the kernels also where oneDNN would be faster."""
         self.out_features, self.in_features = weight.shape
         self._bias = bias
         is_bfloat16 = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
-        self._onednn = is_bfloat16 and packs_bfloat16() and not pack
-        self._kernels = kernels if is_bfloat16 and not self._onednn else None
+        self._kernels = kernels if is_bfloat16 and (pack or computes_linear(kernels)) else None
+        self._onednn = is_bfloat16 and packs_bfloat16() and self._kernels is None
         if self._onednn:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
         elif self._kernels is not None:
             weight = weight.contiguous()
             self._bias = None if bias is None else bias.to(torch.bfloat16).contiguous()
-            self._weight = torch.empty(-(-self.out_features // PANEL) * PANEL, self.in_features, dtype=weight.dtype)
+            panels, pairs = -(-self.out_features // PANEL), -(-self.in_features // 2)
+            self._weight = torch.empty(panels, pairs, PANEL, 2, dtype=weight.dtype)
             self._kernels.pack_linear(weight.data_ptr(), self._weight.data_ptr(), self.in_features, self.out_features)
         else:
             self._weight = weight
@@ -76,10 +87,17 @@ class Linear:
             return out
         return residual + functional.linear(x, self._weight, self._bias)
 
+    def rows(self, outputs: torch.Tensor) -> torch.Tensor:
+        """The weights of these outputs, (n,) to (n, in_features). For layers that are one kernel."""
+        pairs: torch.Tensor = self._weight[outputs // PANEL, :, outputs % PANEL]
+        return pairs.flatten(1)[:, : self.in_features]
+
     @property
     def is_one_kernel(self) -> bool:
         """As `Projection.is_one_kernel`."""
         return self._kernels is not None
+
+    batch_invariant = is_one_kernel
 
     def kernel_call(
         self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
@@ -129,6 +147,11 @@ class Projection(Protocol):
         """Whether there is a `kernel_call`."""
         ...
 
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether the bits of a row's outputs are the same whatever rows are beside it; so it is of our kernels."""
+        ...
+
     def kernel_call(
         self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
     ) -> tuple[CallKind, ctypes.Structure]:
@@ -159,6 +182,11 @@ class SideBySide:
     def is_one_kernel(self) -> bool:
         """As `Projection.is_one_kernel`."""
         return False
+
+    @property
+    def batch_invariant(self) -> bool:
+        """As `Projection.batch_invariant`."""
+        return all(layer.batch_invariant for layer in self._layers)
 
     def kernel_call(
         self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor

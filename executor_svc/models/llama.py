@@ -172,6 +172,8 @@ class LlamaModel:
         if loader.kernels is not None and are_kernels(self._layers):
             self._sequence = LayerSequence(loader.kernels, self._layers, spec.shape, dtype)
             self.buffer_bytes_per_token = self._sequence.bytes_per_token
+        projections = (p for layer in self._layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down))
+        self.batch_invariant = self._head.batch_invariant and all(p.batch_invariant for p in projections)
         self.weight_bytes = loader.nbytes
 
     def forward(

@@ -31,13 +31,21 @@ class WeightLoader:
     """Reads weights straight into the memory they will stay in. Raises WeightError from every method."""
 
     def __init__(
-        self, source: WeightSource, dtype: torch.dtype, kernels: Library | None, weight_dtype: str = "auto"
+        self,
+        source: WeightSource,
+        dtype: torch.dtype,
+        kernels: Library | None,
+        weight_dtype: str = "auto",
+        *,
+        deterministic: bool = False,
     ) -> None:
+        """`deterministic`: give products to the kernels also where oneDNN would be faster."""
         self._source = source
         self._dtype = dtype
         self.kernels = kernels
         """None: plain torch."""
         self._weight_dtype = weight_dtype
+        self._pack = deterministic and kernels is not None
         self.silu_mul = SiluMul(kernels)
         self.nbytes = 0
 
@@ -84,8 +92,10 @@ class WeightLoader:
             matrix = self._quantised([(name, vocab_size)], hidden_size)
             return QuantisedEmbedding(matrix, self._dtype), QuantisedLinear(matrix, None, self.kernels)
         table = self.tensor(f"{name}.weight", (vocab_size, hidden_size))
-        # Looking up rows needs the dense matrix, multiplying wants the packed one: the one weight held twice.
-        head = Linear(table, kernels=self.kernels)
+        head = Linear(table, kernels=self.kernels, pack=self._pack)
+        if head.is_one_kernel:
+            return head.rows, head
+        # Looking up rows needs the dense matrix, oneDNN wants one of its own: the one weight held twice.
         self.nbytes += head.packed_nbytes
         return table.__getitem__, head
 
@@ -96,7 +106,7 @@ class WeightLoader:
         weight = torch.empty(sum(size for _, size in parts), in_features, dtype=self._dtype)
         self._read_rows(parts, 0, weight)
         self.nbytes += weight.nbytes
-        return Linear(weight, bias, self.kernels)
+        return Linear(weight, bias, self.kernels, pack=self._pack)
 
     def _quantised(self, parts: Parts, in_features: int) -> QuantisedMatrix:
         try:

@@ -42,6 +42,8 @@ class QuantisedLinear:
         """As `Projection.is_one_kernel`."""
         return self._kernels is not None
 
+    batch_invariant = is_one_kernel
+
     def kernel_call(
         self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
     ) -> tuple[CallKind, ctypes.Structure]:

@@ -40,11 +40,18 @@ def _architecture(info: ModelInfo) -> str:
     return str((info.config.get("architectures") or ["none"])[0])
 
 
-def load_model(info: ModelInfo, dtype: torch.dtype, kernels: Library | None, weight_dtype: str = "auto") -> CausalLM:
+def load_model(
+    info: ModelInfo,
+    dtype: torch.dtype,
+    kernels: Library | None,
+    weight_dtype: str = "auto",
+    *,
+    deterministic: bool = False,
+) -> CausalLM:
     """The model with its weights in memory, computing with `kernels` or, if None, with torch alone.
 
-    `weight_dtype`: see `executor_svc.models.loading`. Raises UnsupportedModelError or WeightError with one line.
-    transformers is imported only if it is needed (seconds).
+    `weight_dtype`, `deterministic`: see `executor_svc.models.loading`. Raises UnsupportedModelError or WeightError with
+    one line. transformers is imported only if it is needed (seconds).
     """
     architecture = _architecture(info)
     spec, reason = _own_spec(info)
@@ -54,7 +61,8 @@ def load_model(info: ModelInfo, dtype: torch.dtype, kernels: Library | None, wei
         log.info("model", extra=kv(architecture=architecture, implementation="own", reason=reason))
         # Closed also when it fails: an exception that somebody keeps would keep the threads.
         with contextlib.closing(open_source(info)) as source:
-            return LlamaModel(spec, WeightLoader(source, dtype, kernels, weight_dtype), dtype)
+            loader = WeightLoader(source, dtype, kernels, weight_dtype, deterministic=deterministic)
+            return LlamaModel(spec, loader, dtype)
     if info.format is ModelFormat.GGUF:
         raise UnsupportedModelError(f"{info.path.name}: {reason}; transformers runs only Hugging Face directories")
     log.info("model", extra=kv(architecture=architecture, implementation="transformers", reason=reason))

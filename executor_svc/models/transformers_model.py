@@ -31,6 +31,7 @@ _step: contextvars.ContextVar[AttentionStep | _Probe] = contextvars.ContextVar("
 class TransformersModel:
     """`CausalLM` around a transformers model."""
 
+    batch_invariant = False
     implementation = "transformers"
 
     def __init__(self, info: ModelInfo, dtype: torch.dtype) -> None:

@@ -17,13 +17,15 @@ from typing import Any
 
 import torch  # before the kernels: they then find its OpenMP loaded, and share its threads
 
-ABI = 4
+ABI = 5
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """PM_F32, PM_BF16, PM_I8."""
 TILE = 128
 """Positions of a context that are computed together; see PM_TILE."""
 PANEL = 16
 """Outputs of a panel of packed weights; see `src/linear.h`."""
+BFLOAT16_ISA = "avx512bf16"
+"""The instruction set whose products take bfloat16 as it is."""
 
 _i32, _i64, _f32, _p = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 

@@ -92,8 +92,8 @@ PM_EXPORT void pm_silu_mul(const void *gate_up, void *out, int64_t rows, int64_t
 
 PM_EXPORT int32_t pm_linear_forward(const pm_linear *l) {
   const int64_t panels = (l->out_features + PM_PANEL - 1) / PM_PANEL;
-  const int64_t inputs = l->dtype == PM_F32 ? 0 : (l->rows * l->in_features + 15) / 16 * 16;
-  const int64_t own = (l->in_features + PM_LINEAR_ROWS) * PM_PANEL;
+  const int64_t inputs = l->dtype == PM_F32 || !isa->linear_inputs ? 0 : (l->rows * l->in_features + 15) / 16 * 16;
+  const int64_t own = (l->in_features + 1 + PM_LINEAR_PANELS * PM_LINEAR_ROWS) * PM_PANEL;
   const int threads = l->in_features * l->out_features < WORTH_SHARING ? 1 : omp_get_max_threads();
   float *memory = (float *)aligned_alloc(64, (inputs + own * threads) * sizeof(float));
   if (!memory) return -1;
@@ -111,14 +111,15 @@ PM_EXPORT int32_t pm_linear_forward(const pm_linear *l) {
 }
 
 PM_EXPORT void pm_pack_linear(const void *dense, void *packed, int64_t in_features, int64_t out_features) {
-  const int64_t panels = (out_features + PM_PANEL - 1) / PM_PANEL;
+  const int64_t panels = (out_features + PM_PANEL - 1) / PM_PANEL, pairs = (in_features + 1) / 2;
+  const uint16_t *from = (const uint16_t *)dense;
 #pragma omp parallel for
   for (int64_t p = 0; p < panels; ++p)
-    for (int64_t i = 0; i < in_features; ++i)
+    for (int64_t i = 0; i < 2 * pairs; ++i)
       for (int64_t j = 0; j < PM_PANEL; ++j) {
         const int64_t row = p * PM_PANEL + j;
-        ((uint16_t *)packed)[(p * in_features + i) * PM_PANEL + j] =
-            row < out_features ? ((const uint16_t *)dense)[row * in_features + i] : 0;
+        ((uint16_t *)packed)[((p * pairs + i / 2) * PM_PANEL + j) * 2 + i % 2] =
+            row < out_features && i < in_features ? from[row * in_features + i] : 0;
       }
 }
 

@@ -22,12 +22,14 @@ struct pm_isa_kernels {
   void (*rms_norm)(const void *x, int64_t x_stride, const void *weight, void *out, int64_t first, int64_t end,
                    int64_t size, float eps, int32_t dtype);
   void (*silu_mul)(const void *gate_up, void *out, int64_t first, int64_t end, int64_t size, int32_t dtype);
+  // Null where `linear` reads inputs of bf16 from where they are.
   void (*linear_inputs)(const pm_linear &, float *x, int64_t first, int64_t end);
   void (*linear)(const pm_linear &, const float *x, int64_t stride, float *room, int64_t first, int64_t end);
   void (*quantise_inputs)(const pm_quantised &, const pm_int8_rows &, int64_t first, int64_t end);
   void (*quantised)(const pm_quantised &, const pm_int8_rows &, float *room, int64_t first, int64_t end);
 };
-enum { PM_PANEL = 16, PM_LINEAR_ROWS = 96 };  // outputs of a panel of weights; rows that a thread has results of at once
+// Outputs of a panel of weights; rows, and panels, that a thread has results of at once.
+enum { PM_PANEL = 16, PM_LINEAR_ROWS = 192, PM_LINEAR_PANELS = 4 };
 
 extern const pm_isa_kernels pm_portable;
 #if PM_X86

@@ -28,7 +28,7 @@ const pm_isa_kernels ISA_KERNELS = {
     JOIN(ISA_KERNELS, _impl)::rope_store,
     JOIN(ISA_KERNELS, _impl)::rms_norm,
     JOIN(ISA_KERNELS, _impl)::silu_mul,
-    JOIN(ISA_KERNELS, _impl)::linear_inputs,
+    JOIN(ISA_KERNELS, _impl)::DOT_LINEAR ? nullptr : JOIN(ISA_KERNELS, _impl)::linear_inputs,
     JOIN(ISA_KERNELS, _impl)::linear,
     JOIN(ISA_KERNELS, _impl)::quantise_inputs,
     JOIN(ISA_KERNELS, _impl)::quantised,

@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #ifndef PM_ABI
-#define PM_ABI 4
+#define PM_ABI 5
 #endif
 
 // Whether the instruction sets of x86 are compiled beside the portable kernels. Tests build without.
@@ -133,7 +133,8 @@ struct pm_linear {
 };
 // 0: fine; negative: no memory for the threads' buffers.
 PM_EXPORT int32_t pm_linear_forward(const pm_linear *);
-// dense (out_features, in_features) bf16 to packed, which has room for out_features rounded up to a multiple of 16.
+// dense (out_features, in_features) bf16 to packed, which has room for out_features rounded up to a multiple of 16 times
+// in_features rounded up to an even number: [panel][pair of inputs][16 outputs][2].
 PM_EXPORT void pm_pack_linear(const void *dense, void *packed, int64_t in_features, int64_t out_features);
 
 // Weights in integers, with one scale per output (PM_INT8_ROWS) or one per output and group of PM_GROUP inputs. Inputs

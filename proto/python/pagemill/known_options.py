@@ -17,6 +17,7 @@ KNOWN_OPTIONS = frozenset(
         "config",
         "copy_bytes_per_s",
         "copy_delay_ms",
+        "deterministic",
         "device",
         "die_with_parent",
         "drain_timeout_s",

@@ -33,8 +33,6 @@ from tests.unit.native.test_native_attention import SHARING
 from tests.unit.native.test_native_elementwise import (
     test_int8_is_bit_for_bit_what_torch_stores, test_linear, test_rms_norm, test_rotate_and_write, test_silu_mul)
 from tests.unit.native.test_native_quantised import KINDS, check_products, test_inputs_that_are_not_numbers
-from executor_svc.models import layers
-layers.packs_bfloat16 = lambda: False
 library = open_library(sys.argv[1])
 backend = NativeBackend(library)
 native.PREFIX_COST = 0

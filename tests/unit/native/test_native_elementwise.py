@@ -16,7 +16,6 @@ from executor_svc.batch import Batch
 from executor_svc.kv.geometry import KvGeometry
 from executor_svc.kv.int8_blocks import Int8Blocks, quantise
 from executor_svc.kv.pool import KvPool
-from executor_svc.models import layers
 from executor_svc.models.layers import Linear, RmsNorm, SiluMul
 from executor_svc.native.library import Library
 
@@ -52,12 +51,6 @@ def test_silu_mul(kernels: Library, dtype: torch.dtype, size: int, rows: int) ->
     assert torch.equal(out[-1:], SiluMul(kernels)(x[-1:]))
 
 
-@pytest.fixture
-def _no_bfloat16_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "packs_bfloat16", lambda: False)
-
-
-@pytest.mark.usefixtures("_no_bfloat16_instructions")
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("size", "outputs"), [(576, 960), (7, 1), (64, 33), (1536, 576), (16, 16)])
@@ -69,7 +62,7 @@ def test_linear(kernels: Library, dtype: torch.dtype, biased: bool, size: int, o
     bias = torch.randn(outputs).to(torch.bfloat16) if biased else None
     x = torch.randn(rows, size + 3).to(dtype)[:, :size]
     residual = torch.randn(rows, outputs).to(dtype)
-    linear = Linear(weight.clone(), bias, kernels)
+    linear = Linear(weight.clone(), bias, kernels, pack=True)
     assert linear.packed_nbytes == weight.nbytes
     expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     close: dict[str, Any] = {torch.float32: {"rtol": 1e-5, "atol": 2e-4}, torch.bfloat16: {"rtol": 8e-3, "atol": 1e-2}}[
@@ -81,6 +74,8 @@ def test_linear(kernels: Library, dtype: torch.dtype, biased: bool, size: int, o
     torch.testing.assert_close(added.double(), expected + residual.double(), **close)
     for row in {0, rows // 2, rows - 1}:
         assert torch.equal(linear(x[row : row + 1])[0], out[row])
+    chosen = torch.randperm(outputs)[:9]
+    assert torch.equal(linear.rows(chosen), weight[chosen])
 
 
 def test_silu_of_extreme_values(kernels: Library) -> None:
