@@ -126,7 +126,7 @@ PM_EXPORT void pm_pack_linear(const void *dense, void *packed, int64_t in_featur
 PM_EXPORT int32_t pm_quantised_forward(const pm_quantised *q) {
   const int64_t panels = (q->out_features + PM_PANEL - 1) / PM_PANEL;
   const int64_t groups = (q->in_features + PM_GROUP - 1) / PM_GROUP;
-  const int64_t stride = (q->in_features + 63) / 64 * 64, own = PM_LINEAR_ROWS * PM_PANEL;
+  const int64_t stride = (q->in_features + 63) / 64 * 64, own = PM_LINEAR_PANELS * PM_LINEAR_ROWS * PM_PANEL;
   const int threads = q->in_features * q->out_features < WORTH_SHARING ? 1 : omp_get_max_threads();
   const int64_t scales = (q->rows * groups + 15) / 16 * 16;
   float *memory = (float *)aligned_alloc(64, q->rows * stride + (3 * scales + own * threads) * sizeof(float));

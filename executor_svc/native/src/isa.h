@@ -3,12 +3,12 @@
 
 #include "kernels.h"
 
-// Quantised inputs: `values` (rows, stride), in each row groups of numbers padded with zeros to `stride`; a scale, the sum of
-// the numbers, and scale times sum per row and group.
+// Quantised inputs: `values` (rows, stride), in each row groups of numbers padded with zeros to `stride`; per row and group
+// a scale, what sums of products with int8 weights begin with, and scale times the sum of the numbers.
 struct pm_int8_rows {
   int8_t *values;
   float *scales;
-  int32_t *sums;
+  int32_t *starts;
   float *scaled_sums;
   int64_t stride, groups;
 };

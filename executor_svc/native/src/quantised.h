@@ -40,7 +40,7 @@ INLINE void quantise_group(const T *x, int64_t size, const pm_int8_rows &rows, i
   int32_t sum = 0;
   for (int i = 0; i < VW; ++i) sum += sums[i];
   rows.scales[group] = scale;
-  rows.sums[group] = sum;
+  rows.starts[group] = -INT8_OFFSET * sum;
   rows.scaled_sums[group] = scale * (float)sum;
 }
 
@@ -62,34 +62,43 @@ static void quantise_inputs(const pm_quantised &q, const pm_int8_rows &x, int64_
     quantise_as<bf16>(q, x, first, end);
 }
 
-// What belongs to one panel.
-struct QuantisedPanel {
+// What belongs to some panels, one after another. C vectors of outputs, from `column` of the first panel on, are part of
+// one panel or whole ones: vector c begins in panel c * VW / PANEL, at its output c * VW % PANEL.
+struct QuantisedPanels {
   const uint8_t *values;
-  const void *scales, *mins;
+  const uint8_t *scales, *mins;
+  int64_t next_values, next_scales;  // bytes to those of the next panel
 };
 constexpr int WORD_BYTES = PANEL * 4;
 
-// Scales of group `g` for C vectors of outputs.
-template <int C>
-INLINE void group_halves(const void *halves, int64_t g, int column, vf *to) {
-  for (int c = 0; c < C; ++c) to[c] = get_half((const uint16_t *)halves + g * PANEL + column + c * VW);
+INLINE const uint8_t *values_at(const QuantisedPanels &p, int column, int c) {
+  return p.values + c * VW / PANEL * p.next_values + (column + c * VW % PANEL) * 4;
+}
+template <class T>
+INLINE const T *scales_at(const QuantisedPanels &p, const uint8_t *of_all, int column, int c) {
+  return (const T *)(of_all + c * VW / PANEL * p.next_scales) + column + c * VW % PANEL;
+}
+INLINE float *result_at(float *y, int row, int column, int c) {
+  return y + (c * VW / PANEL * BLOCK_ROWS + row) * PANEL + column + c * VW % PANEL;
 }
 
 // Scales of weights: one per output, or one per output and group.
 template <bool OWN_SCALES>
 struct Int8 {
   template <int R, int C>
-  INLINE void compute(const pm_int8_rows &x, int64_t row, const QuantisedPanel &p, int column, float *y) {
+  INLINE void compute(const pm_int8_rows &x, int64_t row, const QuantisedPanels &p, int column, float *y) {
     vf out[R][C] = {};
     for (int64_t g = 0; g < x.groups; ++g) {
-      vi sums[R][C] = {};
+      vi sums[R][C];
+      for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) sums[r][c] = vi{} + x.starts[(row + r) * x.groups + g];
       const int8_t *input = x.values + row * x.stride + g * PM_GROUP;
-      const uint8_t *values = p.values + g * (PM_GROUP / 4 * WORD_BYTES) + column * 4;
+      const int64_t words = g * (PM_GROUP / 4 * WORD_BYTES);
 #pragma GCC unroll 1  // see Int4
       for (int i = 0; i < PM_GROUP / 4; ++i) {
         Int8Weights w[C];
 #pragma GCC unroll 4
-        for (int c = 0; c < C; ++c) w[c] = int8_weights(load<vu>(values + i * WORD_BYTES + c * VW * 4));
+        for (int c = 0; c < C; ++c) w[c] = int8_weights(load<vu>(values_at(p, column, c) + words + i * WORD_BYTES));
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
           const vu word = spread_word(input + r * x.stride + i * 4);
@@ -98,11 +107,12 @@ struct Int8 {
         }
       }
       vf scale[C];
-      if (OWN_SCALES) group_halves<C>(p.scales, g, column, scale);
+      if (OWN_SCALES)
+        for (int c = 0; c < C; ++c) scale[c] = get_half(scales_at<uint16_t>(p, p.scales, column, c) + g * PANEL);
       for (int r = 0; r < R; ++r) {
         const int64_t at = (row + r) * x.groups + g;
         for (int c = 0; c < C; ++c) {
-          const vf sum = __builtin_convertvector(sums[r][c] - INT8_OFFSET * x.sums[at], vf);
+          const vf sum = __builtin_convertvector(sums[r][c], vf);
           if (OWN_SCALES)
             out[r][c] += sum * x.scales[at] * scale[c];
           else
@@ -112,26 +122,26 @@ struct Int8 {
     }
     for (int r = 0; r < R; ++r)
       for (int c = 0; c < C; ++c) {
-        if (!OWN_SCALES) out[r][c] *= get((const float *)p.scales + column + c * VW);
-        store(y + r * PANEL + column + c * VW, out[r][c]);
+        if (!OWN_SCALES) out[r][c] *= get(scales_at<float>(p, p.scales, column, c));
+        store(result_at(y, r, column, c), out[r][c]);
       }
   }
 };
 
 struct Int4 {
   template <int R, int C>
-  INLINE void compute(const pm_int8_rows &x, int64_t row, const QuantisedPanel &p, int column, float *y) {
+  INLINE void compute(const pm_int8_rows &x, int64_t row, const QuantisedPanels &p, int column, float *y) {
     vf out[R][C] = {};
     for (int64_t g = 0; g < x.groups; ++g) {
       NibbleSum sums[R][C] = {};
       const int8_t *input = x.values + row * x.stride + g * PM_GROUP;
-      const uint8_t *values = p.values + g * (PM_GROUP / 8 * WORD_BYTES) + column * 4;
+      const int64_t words = g * (PM_GROUP / 8 * WORD_BYTES);
 #pragma GCC unroll 1  // unrolled, all products come first and their sums, which do not fit the registers, later
       for (int i = 0; i < PM_GROUP / 8; ++i) {
         vu low[C], high[C];
 #pragma GCC unroll 4
         for (int c = 0; c < C; ++c) {
-          const vu packed = load<vu>(values + i * WORD_BYTES + c * VW * 4);
+          const vu packed = load<vu>(values_at(p, column, c) + words + i * WORD_BYTES);
           low[c] = packed & 0x0f0f0f0fu;
           high[c] = packed >> 4 & 0x0f0f0f0fu;
         }
@@ -146,11 +156,10 @@ struct Int4 {
         }
       }
       vf scale[C], least[C];
-      group_halves<C>(p.scales, g, column, scale);
-      if (p.mins)
-        group_halves<C>(p.mins, g, column, least);
-      else
-        for (int c = 0; c < C; ++c) least[c] = scale[c] * -8.0f;
+      for (int c = 0; c < C; ++c) {
+        scale[c] = get_half(scales_at<uint16_t>(p, p.scales, column, c) + g * PANEL);
+        least[c] = p.mins ? get_half(scales_at<uint16_t>(p, p.mins, column, c) + g * PANEL) : scale[c] * -8.0f;
+      }
       for (int r = 0; r < R; ++r) {
         const int64_t at = (row + r) * x.groups + g;
         for (int c = 0; c < C; ++c) {
@@ -160,43 +169,61 @@ struct Int4 {
       }
     }
     for (int r = 0; r < R; ++r)
-      for (int c = 0; c < C; ++c) store(y + r * PANEL + column + c * VW, out[r][c]);
+      for (int c = 0; c < C; ++c) store(result_at(y, r, column, c), out[r][c]);
   }
 };
 
-// Most rows at once and vectors of outputs at once: what the registers take.
+// R rows, C vectors of outputs: what the registers take.
 template <class Format, int R, int C>
-INLINE void panel_rows(const pm_int8_rows &x, int64_t row, const QuantisedPanel &p, float *y) {
+INLINE void panel_rows(const pm_int8_rows &x, int64_t row, const QuantisedPanels &p, float *y) {
   for (int column = 0; column < PANEL; column += C * VW) Format::template compute<R, C>(x, row, p, column, y);
 }
-template <class Format, int R, int C>
-static void quantised_rows(const pm_int8_rows &x, int64_t first, int rows, const QuantisedPanel &p, float *y) {
+template <class Format, int C>
+static void quantised_rows(const pm_int8_rows &x, int64_t first, int rows, const QuantisedPanels &p, float *y) {
+  constexpr int most = VW == 16 ? 6 : VW == 8 ? 4 : 2;
   int r = 0;
-  for (; r + R <= rows; r += R) panel_rows<Format, R, C>(x, first + r, p, y + r * PANEL);
+  for (; r + most <= rows; r += most) panel_rows<Format, most, C>(x, first + r, p, y + r * PANEL);
   for (; r + 2 <= rows; r += 2) panel_rows<Format, 2, C>(x, first + r, p, y + r * PANEL);
   if (r < rows) panel_rows<Format, 1, C>(x, first + r, p, y + r * PANEL);
 }
 
-// Panels [first, end) for all rows. `room`: BLOCK_ROWS results of the thread's own.
-static void quantised(const pm_quantised &q, const pm_int8_rows &x, float *room, int64_t first, int64_t end) {
-  constexpr int vectors = VW == 16 ? 1 : 2, many = VW == 16 ? 8 : VW == 8 ? 4 : 2;
+// Panels [first, end) for all rows, as many at once as C vectors are, at least one. Returns how far it came.
+template <class Format, int C>
+static int64_t quantised_panels(const pm_quantised &q, const pm_int8_rows &x, float *y, int64_t row, int rows,
+                                int64_t first, int64_t end) {
+  constexpr int panels = C * VW > PANEL ? C * VW / PANEL : 1;
   const int64_t group_bytes = q.format == PM_INT4_GROUPS ? PM_GROUP / 8 * WORD_BYTES : PM_GROUP / 4 * WORD_BYTES;
-  const int64_t panel_scales = q.format == PM_INT8_ROWS ? PANEL * sizeof(float) : x.groups * PANEL * sizeof(uint16_t);
+  const int64_t values = x.groups * group_bytes;
+  const int64_t scales = q.format == PM_INT8_ROWS ? PANEL * sizeof(float) : x.groups * PANEL * sizeof(uint16_t);
+  for (; first + panels <= end; first += panels) {
+    const QuantisedPanels p = {q.values + first * values, (const uint8_t *)q.scales + first * scales,
+                               q.mins ? (const uint8_t *)q.mins + first * scales : nullptr, values, scales};
+    quantised_rows<Format, C>(x, row, rows, p, y);
+    if (q.dtype == PM_F32)
+      finish_rows<float>(q.out, q.residual, q.bias, q.out_features, row, rows, first * PANEL, y, panels,
+                         BLOCK_ROWS * PANEL);
+    else
+      finish_rows<bf16>(q.out, q.residual, q.bias, q.out_features, row, rows, first * PANEL, y, panels,
+                        BLOCK_ROWS * PANEL);
+  }
+  return first;
+}
+
+template <class Format>
+static void quantised_as(const pm_quantised &q, const pm_int8_rows &x, float *room, int64_t first, int64_t end) {
   for (int64_t row = 0; row < q.rows; row += BLOCK_ROWS) {
     const int rows = q.rows - row < BLOCK_ROWS ? (int)(q.rows - row) : BLOCK_ROWS;
-    for (int64_t p = first; p < end; ++p) {
-      const QuantisedPanel panel = {q.values + p * x.groups * group_bytes, (const uint8_t *)q.scales + p * panel_scales,
-                                    q.mins ? (const uint8_t *)q.mins + p * panel_scales : nullptr};
-      if (q.format == PM_INT8_ROWS)
-        quantised_rows<Int8<false>, many, vectors>(x, row, rows, panel, room);
-      else if (q.format == PM_INT8_GROUPS)
-        quantised_rows<Int8<true>, many, vectors>(x, row, rows, panel, room);
-      else
-        quantised_rows<Int4, many, vectors>(x, row, rows, panel, room);
-      if (q.dtype == PM_F32)
-        finish_rows<float>(q.out, q.residual, q.bias, q.out_features, row, rows, p * PANEL, room);
-      else
-        finish_rows<bf16>(q.out, q.residual, q.bias, q.out_features, row, rows, p * PANEL, room);
-    }
+    const int64_t left = quantised_panels<Format, 2>(q, x, room, row, rows, first, end);
+    if (VW == 16) quantised_panels<Format, 1>(q, x, room, row, rows, left, end);
   }
+}
+
+// Panels [first, end) for all rows. `room`: results of BLOCK_ROWS rows and two panels, the thread's own.
+static void quantised(const pm_quantised &q, const pm_int8_rows &x, float *room, int64_t first, int64_t end) {
+  if (q.format == PM_INT8_ROWS)
+    quantised_as<Int8<false>>(q, x, room, first, end);
+  else if (q.format == PM_INT8_GROUPS)
+    quantised_as<Int8<true>>(q, x, room, first, end);
+  else
+    quantised_as<Int4>(q, x, room, first, end);
 }
