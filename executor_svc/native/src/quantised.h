@@ -8,18 +8,15 @@ constexpr float ROUND = 12582912.0f;  // added to |x| < 2^22, it leaves the near
 template <class T>
 INLINE void quantise_group(const T *x, int64_t size, const pm_int8_rows &rows, int8_t *to, int64_t group) {
   const int64_t whole = size / VW * VW;
-  vf top{};
-  vi finite = vi{} - 1;
+  vi top{};  // magnitudes as integers, of which those that are no numbers are the largest
   const auto look = [&](vf v) {
-    const vf magnitude = as_f(as_u(v) & 0x7fffffffu);
-    finite &= magnitude < INF;
-    top = vmax(magnitude, top);
+    const vi magnitude = (vi)(as_u(v) & 0x7fffffffu);
+    top = magnitude > top ? magnitude : top;
   };
   for (int64_t j = 0; j < whole; j += VW) look(get(x + j));
   if (whole < size) look(get(x + whole, size - whole));
-  bool all = true;
-  for (int i = 0; i < VW; ++i) all = all && finite[i];
-  const float most = max_lanes(top);
+  const float most = as_f((vu)join_halves<VW / 2>(top, [&](vi a, vi b) { return a > b ? a : b; }))[0];
+  const bool all = most < INF;
   const float scale = all ? most / 127.0f : __builtin_nanf("");
   const vf inverse = set1(!all || most < 1e-36f ? 0 : 127.0f / most);
   vi sums{};
@@ -37,8 +34,7 @@ INLINE void quantise_group(const T *x, int64_t size, const pm_int8_rows &rows, i
     for (int64_t j = 0; j < whole; j += VW) convert(get(x + j), j);
     if (whole < size) convert(get(x + whole, size - whole), whole);
   }
-  int32_t sum = 0;
-  for (int i = 0; i < VW; ++i) sum += sums[i];
+  const int32_t sum = sum_lanes(sums);
   rows.scales[group] = scale;
   rows.starts[group] = -INT8_OFFSET * sum;
   rows.scaled_sums[group] = scale * (float)sum;
@@ -213,7 +209,9 @@ template <class Format>
 static void quantised_as(const pm_quantised &q, const pm_int8_rows &x, float *room, int64_t first, int64_t end) {
   for (int64_t row = 0; row < q.rows; row += BLOCK_ROWS) {
     const int rows = q.rows - row < BLOCK_ROWS ? (int)(q.rows - row) : BLOCK_ROWS;
-    const int64_t left = quantised_panels<Format, 2>(q, x, room, row, rows, first, end);
+    // Of few rows one panel at a time: memory is what counts then, and gives one stream faster than two.
+    const bool both = VW < 16 || rows >= 6;
+    const int64_t left = both ? quantised_panels<Format, 2>(q, x, room, row, rows, first, end) : first;
     if (VW == 16) quantised_panels<Format, 1>(q, x, room, row, rows, left, end);
   }
 }

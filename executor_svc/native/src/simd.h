@@ -69,20 +69,24 @@ INLINE void put(T *p, vf x, int64_t n) {
     if (i < n) put1(p + i, x[i]);
 }
 
-// Always in the same order, so that a sum does not depend on the instruction set's way of adding lanes.
+// All lanes as one by `join`, halves with halves, so that a sum does not depend on the instruction set's way of adding them.
+template <int HALF, class V, class Join>
+INLINE V join_halves(V x, Join join) {
+  vi other{};
+#pragma GCC unroll 16
+  for (int i = 0; i < VW; ++i) other[i] = (i + HALF) % VW;
+  x = join(x, __builtin_shuffle(x, other));
+  if constexpr (HALF > 1) return join_halves<HALF / 2>(x, join);
+  return x;
+}
 INLINE float sum_lanes(vf x) {
-  float lanes[VW];
-  store(lanes, x);
-  for (int half = VW / 2; half; half /= 2)
-    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  return lanes[0];
+  return join_halves<VW / 2>(x, [&](vf a, vf b) { return a + b; })[0];
+}
+INLINE int32_t sum_lanes(vi x) {
+  return join_halves<VW / 2>(x, [&](vi a, vi b) { return a + b; })[0];
 }
 INLINE float max_lanes(vf x) {
-  float lanes[VW];
-  store(lanes, x);
-  for (int half = VW / 2; half; half /= 2)
-    for (int i = 0; i < half; ++i) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
-  return lanes[0];
+  return join_halves<VW / 2>(x, [&](vf a, vf b) { return vmax(a, b); })[0];
 }
 
 // e to the x for x <= 88, within 2 units in the last place; 0 below -87.3; NaN for NaN. Cody and Waite's reduction to
