@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 
 import numpy as np
@@ -18,7 +19,9 @@ class KvPool:
     """`num_blocks` zeroed blocks on the CPU.
 
     Memory is taken from the system when a block is first written, not before: the pages of a fresh anonymous mapping
-    are zero and cost nothing until they are touched (`torch.zeros` would write all of them).
+    are zero and cost nothing until they are touched (`torch.zeros` would write all of them). Pages are large where the
+    system gives such: one layer of a block is a few KiB, so a step touches thousands of places, and looking up their
+    addresses took a sixth of the time of attention over 54 scattered rows (measured, AMD EPYC of family 26).
     """
 
     def __init__(self, geometry: KvGeometry, num_blocks: int) -> None:
@@ -26,7 +29,11 @@ class KvPool:
             raise ValueError(f"a pool needs at least one block (got {num_blocks})")
         self.geometry = geometry
         self.num_blocks = num_blocks
-        self._memory = mmap.mmap(-1, num_blocks * geometry.bytes_per_block)
+        # Private, for the system has large pages for private memory only, unless it was told otherwise.
+        self._memory = mmap.mmap(-1, num_blocks * geometry.bytes_per_block, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a system without large pages
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
         memory = torch.frombuffer(self._memory, dtype=torch.uint8).view(num_blocks, geometry.bytes_per_block)
         layout = Int8Blocks if geometry.scale_bytes else FloatBlocks
         self.blocks: KvBlocks = layout(memory, geometry)

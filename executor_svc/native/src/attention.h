@@ -51,19 +51,65 @@ static int64_t scratch_bytes(const pm_attention &a) {
   return Scratch(nullptr, item_rows(a), a.pool->head_dim).bytes;
 }
 
-// Where K (kind 0) or V (kind 1) of a position lies.
-struct Place {
-  const uint8_t *vector;
-  const bf16 *scale;
+// Goes through K (kind 0) or V (kind 1) of a row's positions, in order. A division for each position would take as long
+// as all else that packing does.
+class Walk {
+ public:
+  struct Place {
+    const uint8_t *vector;
+    const bf16 *scale;
+  };
+  const int64_t vector_bytes;
+
+  Walk(const pm_attention &a, const pm_item &item, int kind, int position)
+      : vector_bytes(a.pool->head_dim * (a.pool->dtype == PM_F32 ? 4 : a.pool->dtype == PM_BF16 ? 2 : 1)),
+        p(*a.pool),
+        table(a.rows->tables + (int64_t)item.row * a.rows->table_width + position / a.pool->block_size),
+        first((((int64_t)a.layer * 2 + kind) * p.num_kv_heads + item.kv_head) * p.block_size) {
+    enter(position % p.block_size);
+  }
+  __attribute__((always_inline)) Place take() { return take_run(1, nullptr); }
+  // The first of up to `count` positions that lie together, of which there are *taken.
+  __attribute__((always_inline)) Place take_run(int count, int *taken) {
+    if (left == 0) enter(0);
+    if (taken) *taken = count = left < count ? left : count;
+    const Place at = next;
+    next.vector += count * vector_bytes;
+    next.scale += count;
+    left -= count;
+    return at;
+  }
+
+ private:
+  __attribute__((always_inline)) void enter(int offset) {
+    const uint8_t *block = p.base + *table++ * p.bytes_per_block;
+    next = {block + (first + offset) * vector_bytes, (const bf16 *)(block + p.scales_offset) + first + offset};
+    left = p.block_size - offset;
+  }
+  const pm_pool &p;
+  const int32_t *table;
+  const int64_t first;
+  Place next;
+  int left;
 };
-INLINE Place place(const pm_attention &a, const pm_item &item, int kind, int position) {
-  const pm_pool &p = *a.pool;
-  const int32_t *table = a.rows->tables + (int64_t)item.row * a.rows->table_width;
-  const uint8_t *block = p.base + table[position / p.block_size] * p.bytes_per_block;
-  const int64_t vector =
-      (((int64_t)a.layer * 2 + kind) * p.num_kv_heads + item.kv_head) * p.block_size + position % p.block_size;
-  const int64_t size = p.dtype == PM_F32 ? 4 : p.dtype == PM_BF16 ? 2 : 1;
-  return {block + vector * p.head_dim * size, (const bf16 *)(block + p.scales_offset) + vector};
+
+// Asks the memory for K or V of positions. Blocks lie far apart, so a processor does not see what comes next; that it
+// waited for each block anew took most of the time of decode rows.
+struct Ahead {
+  const pm_item *item;  // null: nothing
+  int kind, first, end;  // positions
+};
+INLINE void prefetch(const pm_attention &a, const Ahead &ahead, int from, int count) {
+  const int position = ahead.first + from;
+  if (!ahead.item || position >= ahead.end) return;
+  if (count > ahead.end - position) count = ahead.end - position;
+  Walk walk(a, *ahead.item, ahead.kind, position);
+  while (count > 0) {
+    int run;
+    const uint8_t *begin = walk.take_run(count, &run).vector;
+    for (int64_t at = 0; at < run * walk.vector_bytes; at += 64) __builtin_prefetch(begin + at, 0, 3);
+    count -= run;
+  }
 }
 
 // A vector of the pool as words: floats, or with DOT pairs of bf16. `room` is used where it must be converted.
@@ -82,14 +128,16 @@ INLINE const uint32_t *as_words(const uint8_t *vector, int head_dim, uint32_t *r
 
 // The keys of `count` positions from `first` on, transposed; zeros up to a multiple of 16.
 template <bool DOT, class KV>
-static void pack_keys(const pm_attention &a, const pm_item &item, int first, int count, Scratch &s) {
+static void pack_keys(const pm_attention &a, const pm_item &item, int first, int count, const Ahead &ahead, Scratch &s) {
   const int head_dim = a.pool->head_dim, words = DOT ? head_dim / 2 : head_dim;
+  Walk walk(a, item, 0, first);
   for (int base = 0; base < count; base += 16) {
+    prefetch(a, ahead, base, 16);
     const uint32_t *rows[16];
     for (int i = 0; i < 16; ++i) {
       uint32_t *room = s.words + i * head_dim;
       if (base + i < count) {
-        const Place at = place(a, item, 0, first + base + i);
+        const Walk::Place at = walk.take();
         rows[i] = as_words<DOT, KV>(at.vector, head_dim, room);
         if constexpr (sizeof(KV) == 1) s.key_scales[base + i] = widen1(*at.scale);
       } else {
@@ -104,23 +152,29 @@ static void pack_keys(const pm_attention &a, const pm_item &item, int first, int
 
 // The values of these positions, row by row, with DOT in pairs of rows; zeros up to an even number.
 template <bool DOT, class KV>
-static void pack_values(const pm_attention &a, const pm_item &item, int first, int count, Scratch &s) {
+static void pack_values(const pm_attention &a, const pm_item &item, int first, int count, const Ahead &ahead, Scratch &s) {
   const int head_dim = a.pool->head_dim;
+  Walk walk(a, item, 1, first);
   for (int i = 0; i < count; i += DOT ? 2 : 1) {
-    const Place at = place(a, item, 1, first + i);
+    if (i % 16 == 0) prefetch(a, ahead, i, 16);
+    const Walk::Place at = walk.take();
     if constexpr (!DOT) {
       for (int j = 0; j < head_dim; j += VW) put((float *)s.packed + i * head_dim + j, get((const KV *)at.vector + j));
     } else {
       const bf16 *even = (const bf16 *)as_words<DOT, KV>(at.vector, head_dim, s.words), *odd = nullptr;
       if (i + 1 < count) {
-        const Place next = place(a, item, 1, first + i + 1);
+        const Walk::Place next = walk.take();
         odd = (const bf16 *)as_words<DOT, KV>(next.vector, head_dim, s.words + head_dim);
         if constexpr (sizeof(KV) == 1) s.value_scales[i + 1] = widen1(*next.scale);
       }
-      for (int j = 0; j < head_dim; j += VW) {
+      uint32_t *to = s.packed + (int64_t)(i / 2) * head_dim;
+      int j = 0;
+      if (odd)
+        for (; j + 2 * VW <= head_dim; j += 2 * VW) interleave(load<vhh>(even + j), load<vhh>(odd + j), to + j);
+      for (; j < head_dim; j += VW) {
         vu pair = __builtin_convertvector(load<vh>(even + j), vu);
         if (odd) pair |= __builtin_convertvector(load<vh>(odd + j), vu) << 16;
-        store(s.packed + (int64_t)(i / 2) * head_dim + j, pair);
+        store(to + j, pair);
       }
     }
     if constexpr (sizeof(KV) == 1) s.value_scales[i] = widen1(*at.scale);
@@ -150,7 +204,7 @@ INLINE void weigh(const Scratch &s, int row, int width, int low, int high, float
     total += w;
     if constexpr (SCALES) w *= load<vf>(s.value_scales + j);
     if constexpr (DOT)
-      put((bf16 *)(s.weights + (int64_t)row * PM_TILE) + j, w);
+      store((bf16 *)(s.weights + (int64_t)row * PM_TILE) + j, narrow_normal(w));
     else
       put((float *)(s.weights + (int64_t)row * PM_TILE) + j, w);
   }
@@ -227,16 +281,29 @@ INLINE Visible visible(const pm_attention &a, const pm_item &item, int tile, int
   return {low, position + 1, position >= 0 && low < PM_TILE};
 }
 
+// Positions of a tile that any row of the item sees.
+INLINE int tile_positions(const pm_item &item, int tile) {
+  const int seen = item.flags & PM_GROUPED ? PM_TILE : item.position + item.num_tokens - tile * PM_TILE;
+  return seen < PM_TILE ? seen : PM_TILE;
+}
+
+// The keys of the tile that comes next, which may be of another item.
+INLINE Ahead keys_of_next(const pm_item &item, const pm_item *next, int tile) {
+  const pm_item *of = tile + 1 < item.tile + item.num_tiles ? &item : next && !(next->flags & PM_FOLD) ? next : nullptr;
+  if (!of) return {};
+  const int first = of == &item ? tile + 1 : of->tile;
+  return {of, 0, first * PM_TILE, first * PM_TILE + tile_positions(*of, first)};
+}
+
 // Weights and weighted values of one tile for all rows, in s.tile_max, s.tile_sum and s.result.
 template <bool DOT, class KV>
-static void attend_tile(const pm_attention &a, const pm_item &item, int tile, int heads, Scratch &s) {
+static void attend_tile(const pm_attention &a, const pm_item &item, const pm_item *next, int tile, int heads, Scratch &s) {
   const int head_dim = a.pool->head_dim, rows = item.num_tokens * heads, first = tile * PM_TILE;
-  const int seen = item.flags & PM_GROUPED ? PM_TILE : item.position + item.num_tokens - first;
-  const int count = seen < PM_TILE ? seen : PM_TILE;
+  const int count = tile_positions(item, tile);
   const int width = (count + 15) / 16 * 16;
-  pack_keys<DOT, KV>(a, item, first, count, s);
+  pack_keys<DOT, KV>(a, item, first, count, {&item, 1, first, first + count}, s);
   gemm<DOT>(s.query, head_dim, s.packed, PM_TILE, s.scores, PM_TILE, rows, DOT ? head_dim / 2 : head_dim, width);
-  pack_values<DOT, KV>(a, item, first, count, s);
+  pack_values<DOT, KV>(a, item, first, count, keys_of_next(item, next, tile), s);
   if constexpr (sizeof(KV) == 1)
     for (int i = count; i < width; ++i) s.value_scales[i] = 0;
   for (int row = 0; row < rows; ++row) {
@@ -261,7 +328,7 @@ static void fold(const pm_attention &a, const pm_item &item, int rows, Scratch &
 }
 
 template <bool DOT, class KV, class Q>
-static void attend_item(const pm_attention &a, const pm_item &item, uint8_t *scratch) {
+static void attend_item(const pm_attention &a, const pm_item &item, const pm_item *next, uint8_t *scratch) {
   const int head_dim = a.pool->head_dim, heads = a.rows->num_heads / a.pool->num_kv_heads;
   const int rows = item.num_tokens * heads, first_head = item.kv_head * heads;
   Scratch s(scratch, item_rows(a), head_dim);
@@ -282,7 +349,7 @@ static void attend_item(const pm_attention &a, const pm_item &item, uint8_t *scr
     for (int tile = item.tile; tile < item.tile + item.num_tiles; ++tile) {
       const bool needed = visible(a, item, tile, rows - 1, heads).any;  // the last row's window begins last
       const bool all_before = !needed && !visible(a, item, tile, 0, heads).any;
-      if (!all_before) attend_tile<DOT, KV>(a, item, tile, heads, s);
+      if (!all_before) attend_tile<DOT, KV>(a, item, next, tile, heads, s);
       for (int row = 0; row < rows; ++row) {
         const bool any = !all_before && visible(a, item, tile, row, heads).any;
         const float *result = s.result + (int64_t)row * head_dim;
@@ -307,21 +374,21 @@ static void attend_item(const pm_attention &a, const pm_item &item, uint8_t *scr
 }
 
 template <class Q>
-INLINE void attend_as(const pm_attention &a, const pm_item &item, uint8_t *scratch) {
+INLINE void attend_as(const pm_attention &a, const pm_item &item, const pm_item *next, uint8_t *scratch) {
 #if DOT_BF16 || defined(PM_EMULATE_DOT)
   constexpr bool dot = sizeof(Q) == 2;
 #else
   constexpr bool dot = false;
 #endif
   switch (a.pool->dtype) {
-    case PM_F32: return attend_item<false, float, Q>(a, item, scratch);
-    case PM_BF16: return attend_item<dot, bf16, Q>(a, item, scratch);
-    default: return attend_item<dot, int8_t, Q>(a, item, scratch);
+    case PM_F32: return attend_item<false, float, Q>(a, item, next, scratch);
+    case PM_BF16: return attend_item<dot, bf16, Q>(a, item, next, scratch);
+    default: return attend_item<dot, int8_t, Q>(a, item, next, scratch);
   }
 }
-static void attend(const pm_attention &a, const pm_item &item, uint8_t *scratch) {
+static void attend(const pm_attention &a, const pm_item &item, const pm_item *next, uint8_t *scratch) {
   if (a.query_dtype == PM_F32)
-    attend_as<float>(a, item, scratch);
+    attend_as<float>(a, item, next, scratch);
   else
-    attend_as<bf16>(a, item, scratch);
+    attend_as<bf16>(a, item, next, scratch);
 }

@@ -60,13 +60,21 @@ PM_EXPORT int32_t pm_attend(const pm_attention *a) {
   const int threads = plan.num_items > 1 ? omp_get_max_threads() : 1;
   uint8_t *scratch = (uint8_t *)aligned_alloc(4096, size * threads);
   if (!scratch) return -1;
+  // All KV heads of a row by one thread where that leaves enough pieces.
+  const int heads = a->pool->num_kv_heads, many = 8 * threads * heads;
+  const auto share = [&](int first, int end, uint8_t *own) {
+    const int chunk = end - first < many ? 1 : heads;
+#pragma omp for schedule(dynamic, chunk)
+    for (int i = first; i < end; ++i) {
+      const int next = (i + 1 - first) % chunk ? i + 1 : i + 1 + chunk * (threads - 1);
+      isa->attend(*a, plan.items[i], next < end ? &plan.items[next] : nullptr, own);
+    }
+  };
 #pragma omp parallel num_threads(threads)
   {
     uint8_t *own = scratch + size * omp_get_thread_num();
-#pragma omp for schedule(dynamic, 1)
-    for (int i = 0; i < plan.num_first; ++i) isa->attend(*a, plan.items[i], own);
-#pragma omp for schedule(dynamic, 1)
-    for (int i = plan.num_first; i < plan.num_items; ++i) isa->attend(*a, plan.items[i], own);
+    share(0, plan.num_first, own);
+    share(plan.num_first, plan.num_items, own);
   }
   free(scratch);
   return 0;

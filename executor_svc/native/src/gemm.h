@@ -69,11 +69,40 @@ static void gemm(const uint32_t *a, int64_t lda, const uint32_t *b, int64_t ldb,
   for (; j < n; j += VW) gemm_rows<DOT, 1>(a, lda, b + j, ldb, c + j, ldc, rows, k);
 }
 
-// dst[j * stride + i] = src[i][j] for 16 rows of n words, n a multiple of 8.
-static void transpose16(const uint32_t *const src[16], int n, uint32_t *dst, int64_t stride) {
+// even[0], odd[0], even[1], ... to 2 * VW words.
+typedef uint16_t vhh __attribute__((vector_size(VW * 4)));
+INLINE void interleave(vhh even, vhh odd, uint32_t *to) {
+  vhh low, high;
+#pragma GCC unroll 32
+  for (int i = 0; i < 2 * VW; ++i) {
+    low[i] = i / 2 + i % 2 * 2 * VW;
+    high[i] = low[i] + VW;
+  }
+  store(to, __builtin_shuffle(even, odd, low));
+  store(to + VW, __builtin_shuffle(even, odd, high));
+}
+
+#if VW == 16
+// Pairs of lanes of B words each of a and b change places, as in the transposition of a 2 x 2 matrix of such lanes.
+template <int B>
+INLINE void exchange(vu &a, vu &b) {
+  vu low, high;
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) {
+    low[i] = i & B ? (i - B) + 16 : i;
+    high[i] = i & B ? i + 16 : i + B;
+  }
+  const vu first = __builtin_shuffle(a, b, low);
+  b = __builtin_shuffle(a, b, high);
+  a = first;
+}
+#endif
+
+// dst[j * stride + i] = src[i][j] for 16 rows, words [first, n), a multiple of 8.
+static void transpose16x8(const uint32_t *const src[16], int first, int n, uint32_t *dst, int64_t stride) {
 #if VW >= 8
   for (int half = 0; half < 16; half += 8)
-    for (int j = 0; j < n; j += 8) {
+    for (int j = first; j < n; j += 8) {
       typedef uint32_t v8 __attribute__((vector_size(32)));
       v8 r[8], t[8];
 #pragma GCC unroll 8
@@ -97,7 +126,36 @@ static void transpose16(const uint32_t *const src[16], int n, uint32_t *dst, int
       }
     }
 #else
-  for (int j = 0; j < n; ++j)
+  for (int j = first; j < n; ++j)
     for (int i = 0; i < 16; ++i) dst[j * stride + i] = src[i][j];
+#endif
+}
+
+// The same for all of n words.
+static void transpose16(const uint32_t *const src[16], int n, uint32_t *dst, int64_t stride) {
+#if VW == 16
+  int done = 0;
+  for (; done + 16 <= n; done += 16) {
+    vu r[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) r[i] = load<vu>(src[i] + done);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i)
+      if (!(i & 8)) exchange<8>(r[i], r[i + 8]);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i)
+      if (!(i & 4)) exchange<4>(r[i], r[i + 4]);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i)
+      if (!(i & 2)) exchange<2>(r[i], r[i + 2]);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i)
+      if (!(i & 1)) exchange<1>(r[i], r[i + 1]);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) store(dst + (done + i) * stride, r[i]);
+  }
+  transpose16x8(src, done, n, dst, stride);
+#else
+  transpose16x8(src, 0, n, dst, stride);
 #endif
 }

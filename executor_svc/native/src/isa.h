@@ -15,8 +15,8 @@ struct pm_int8_rows {
 
 struct pm_isa_kernels {
   const char *name;
-  // One item. `scratch` is the thread's own, scratch_bytes(...) long and aligned to 64 bytes.
-  void (*attend)(const pm_attention &, const pm_item &, uint8_t *scratch);
+  // One item; `next`: what this thread is likely to do then, or null. `scratch` is the thread's own, scratch_bytes(...) long and aligned to 64 bytes.
+  void (*attend)(const pm_attention &, const pm_item &, const pm_item *next, uint8_t *scratch);
   int64_t (*scratch_bytes)(const pm_attention &);
   void (*rope_store)(const pm_rope &, int64_t first, int64_t end);
   void (*rms_norm)(const void *x, int64_t x_stride, const void *weight, void *out, int64_t first, int64_t end,

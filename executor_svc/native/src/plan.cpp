@@ -88,13 +88,20 @@ struct Planner {
     }
   }
 
-  // Largest first, so that the last to finish is a small one. Shell sort: short, in place, a few hundred items.
+  // Largest first, so that the last to finish is a small one; of equal ones the KV heads of a row together, because what
+  // they read lies together. Shell sort: short, in place, a few hundred items.
+  static bool before(const pm_item &a, const pm_item &b) {
+    if (a.cost != b.cost) return a.cost > b.cost;
+    if (a.token != b.token) return a.token < b.token;
+    if (a.tile != b.tile) return a.tile < b.tile;
+    return a.kv_head < b.kv_head;
+  }
   static void sort(pm_item *items, int count) {
     for (int gap = count / 2; gap; gap /= 2)
       for (int i = gap; i < count; ++i) {
         const pm_item item = items[i];
         int j = i;
-        for (; j >= gap && items[j - gap].cost < item.cost; j -= gap) items[j] = items[j - gap];
+        for (; j >= gap && before(item, items[j - gap]); j -= gap) items[j] = items[j - gap];
         items[j] = item;
       }
   }

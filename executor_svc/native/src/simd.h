@@ -34,6 +34,14 @@ INLINE vh narrow(vf x) {
   const vu quiet = (u >> 16) | 0x40;
   return __builtin_convertvector((vu)(x == x) ? rounded : quiet, vh);
 }
+// The same where what is smaller than the least normal number may become 0.
+INLINE vh narrow_normal(vf x) {
+#if DOT_BF16
+  return (vh)_mm512_cvtneps_pbh((__m512)x);
+#else
+  return narrow(x);
+#endif
+}
 INLINE float widen1(bf16 x) {
   const uint32_t u = (uint32_t)x << 16;
   float f;
@@ -89,9 +97,12 @@ INLINE float max_lanes(vf x) {
   return join_halves<VW / 2>(x, [&](vf a, vf b) { return vmax(a, b); })[0];
 }
 
-// e to the x for x <= 88, within 2 units in the last place; 0 below -87.3; NaN for NaN. Cody and Waite's reduction to
-// |r| <= ln(2) / 2 and the polynomial of Cephes' expf.
+// e to the x for x <= 88, within 2 units in the last place; 0 or less than the least normal number below -87.3; NaN for NaN.
+// Cody and Waite's reduction to |r| <= ln(2) / 2 and the polynomial of Cephes' expf.
 INLINE vf vexp(vf x) {
+#if VW == 16 && DOT_INT8
+  x = (vf)_mm512_max_ps(_mm512_set1_ps(-104.0f), (__m512)x);  // the second if one is NaN; e to the -104 is 0
+#endif
   const vf n_magic = x * 1.44269504f + 12582912.0f;  // rounds to a whole number in the low bits of the mantissa
   const vf n = n_magic - 12582912.0f;
   const vf r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
@@ -102,8 +113,12 @@ INLINE vf vexp(vf x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + (r + 1.0f);
+#if VW == 16 && DOT_INT8
+  return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
   const vu scale = (as_u(n_magic) - as_u(set1(12582912.0f))) << 23;
   const vf e = as_f(as_u(p) + scale);
   return x < -87.3f ? vf{} : (x == x ? e : x);
+#endif
 }
 INLINE float exp1(float x) { return vexp(set1(x))[0]; }
