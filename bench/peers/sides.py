@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,13 +49,18 @@ async def pagemill(model: Path, options: Sequence[str], about: dict[str, Any]) -
 
 @contextlib.asynccontextmanager
 async def peer(name: str, python: Path, options: dict[str, Any]) -> AsyncIterator[Side]:
-    """A peer's own process in its own environment. Raises RuntimeError if it does not load; it has said why."""
+    """A peer's own process in its own environment. Raises RuntimeError if it does not load; it has said why.
+
+    It and what it starts are stopped while others have their turns: some wait by spinning (vLLM's engine takes half of
+    two CPUs while it has nothing to do), which would halve the speed of the side whose turn it is.
+    """
     process = await asyncio.create_subprocess_exec(
         *(str(python), "-m", PEERS[name].worker, json.dumps(options)),
         cwd=ROOT,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=_LINE_BYTES,
+        start_new_session=True,  # a group of processes to stop; orphaned, it is hung up by the system even when stopped
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -67,18 +74,25 @@ async def peer(name: str, python: Path, options: dict[str, Any]) -> AsyncIterato
         return value
 
     async def turn(requests: Sequence[Request]) -> list[Record]:
+        os.killpg(process.pid, signal.SIGCONT)
         stdin.write(json.dumps({"requests": [[r.ids, r.n_out, r.at] for r in requests]}).encode() + b"\n")
         await stdin.drain()
-        return records(requests, await answer())
+        found = records(requests, await answer())
+        os.killpg(process.pid, signal.SIGSTOP)
+        return found
 
     try:
-        yield Side(name, (await answer())["about"], turn)
+        about = (await answer())["about"]
+        os.killpg(process.pid, signal.SIGSTOP)
+        yield Side(name, about, turn)
     finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGCONT)
         stdin.close()
         try:
             await asyncio.wait_for(process.wait(), 30)
         except TimeoutError:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
 
 
