@@ -22,8 +22,12 @@ from types import FrameType
 
 import pytest
 
+from executor_svc.__main__ import calm_openmp
 from pagemill.model_files import ModelFileError, find_demo_model
 from tests.property import campaign
+
+# Tests compute in this process too, beside processes that others have started.
+calm_openmp()
 
 ROOT = Path(__file__).resolve().parent.parent
 
