@@ -46,5 +46,5 @@ struct pm_step {
   const pm_attention *whole, *windowed;
 };
 
-// Runs them in order. 0: fine; negative: as the kernel that failed.
+// Runs them in order. 0: fine; negative: no memory for the threads' buffers.
 PM_EXPORT int32_t pm_run(const pm_call *calls, int32_t num_calls, const pm_step *step);
