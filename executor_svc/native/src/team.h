@@ -40,21 +40,20 @@ class Team {
   }
 
  private:
-  static constexpr int64_t PATIENT_NS = 100'000, HASTY_NS = 2'000;
-  static constexpr int TOO_LONG = 64, MANY = 2 * TOO_LONG, MOST = 4 * TOO_LONG;  // one wait too long for 64 that were not
+  static constexpr int64_t PATIENT_NS = 250'000, HASTY_NS = 2'000;
+  static constexpr int TOO_LONG = 2, MANY = 32 * TOO_LONG, MOST = 40 * TOO_LONG;  // a third of all
   static constexpr int TRY_AGAIN = 2048;  // waits of the hasty kind, after which patience is tried again
 
   // Whether all came while this spun.
   bool spin(uint32_t now) {
-    const int seen = trouble.load(std::memory_order_relaxed);
+    int seen = trouble.load(std::memory_order_relaxed);
+    if (seen >= MANY && hurried.fetch_add(1, std::memory_order_relaxed) % TRY_AGAIN == TRY_AGAIN - 1) seen = 0;
     const bool hasty = seen >= MANY;
-    if (hasty && hurried.fetch_add(1, std::memory_order_relaxed) % TRY_AGAIN == TRY_AGAIN - 1)
-      trouble.store(0, std::memory_order_relaxed);
     const int64_t end = time_ns() + (hasty ? HASTY_NS : PATIENT_NS);
     do {
       for (int i = 0; i < 8; ++i) {
         if (meetings.load(std::memory_order_acquire) != now) {
-          if (seen > 0) trouble.store(seen - 1, std::memory_order_relaxed);
+          trouble.store(seen > 0 ? seen - 1 : 0, std::memory_order_relaxed);
           return true;
         }
         relax();
