@@ -135,7 +135,11 @@ def load(
     keep_freed_memory()
     info = model if isinstance(model, ModelInfo) else read_model_info(model)
     kernels, reason = _kernels(attention)
-    chosen = _fastest_dtype(info, kernels) if dtype == "auto" else DTYPES[dtype]
+    if deterministic and kernels is None:
+        raise AttentionError(f"deterministic: torch computes everything ({reason}), not the compiled kernels")
+    if deterministic and not has_own_implementation(info):  # before transformers is imported and weights are read
+        raise AttentionError("deterministic: transformers runs this model, and torch multiplies its matrices")
+    chosen = _fastest_dtype(info, kernels, deterministic=deterministic) if dtype == "auto" else DTYPES[dtype]
     with torch.inference_mode():
         loaded = load_model(info, chosen, kernels, weight_dtype, deterministic=deterministic)
     kv_type = chosen if kv_dtype == "auto" else KV_DTYPES[kv_dtype]
@@ -152,10 +156,11 @@ def load(
     return runner
 
 
-def _fastest_dtype(info: ModelInfo, kernels: Library | None) -> torch.dtype:
+def _fastest_dtype(info: ModelInfo, kernels: Library | None, *, deterministic: bool) -> torch.dtype:
     """bfloat16 where the CPU multiplies it, or our kernels do for it in vectors: the same speed for prompts as float32
-    in torch, and half the bytes of weights to read for each token."""
-    ours = kernels is not None and kernels.isa != PORTABLE and has_own_implementation(info)
+    in torch, and half the bytes of weights to read for each token. Where it must be `deterministic` always."""
+    fast = kernels is not None and (deterministic or kernels.isa != PORTABLE)
+    ours = fast and has_own_implementation(info)
     return torch.bfloat16 if ours or packs_bfloat16() else torch.float32
 
 

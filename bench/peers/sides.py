@@ -51,7 +51,7 @@ async def pagemill(model: Path, options: Sequence[str], about: dict[str, Any]) -
 async def peer(name: str, python: Path, options: dict[str, Any]) -> AsyncIterator[Side]:
     """A peer's own process in its own environment. Raises RuntimeError if it does not load; it has said why.
 
-    It and what it starts are stopped while others have their turns: some wait by spinning (vLLM's engine takes half of
+    It and what it starts (one group of processes) are stopped while others have their turns: some wait by spinning (vLLM's engine takes half of
     two CPUs while it has nothing to do), which would halve the speed of the side whose turn it is.
     """
     process = await asyncio.create_subprocess_exec(
@@ -60,7 +60,8 @@ async def peer(name: str, python: Path, options: dict[str, Any]) -> AsyncIterato
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=_LINE_BYTES,
-        start_new_session=True,  # a group of processes to stop; orphaned, it is hung up by the system even when stopped
+        # A group of processes to stop, in this session: without its parent the system hangs it up even if stopped.
+        process_group=0,
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -74,7 +75,8 @@ async def peer(name: str, python: Path, options: dict[str, Any]) -> AsyncIterato
         return value
 
     async def turn(requests: Sequence[Request]) -> list[Record]:
-        os.killpg(process.pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):  # it has died; what follows says so
+            os.killpg(process.pid, signal.SIGCONT)
         stdin.write(json.dumps({"requests": [[r.ids, r.n_out, r.at] for r in requests]}).encode() + b"\n")
         await stdin.drain()
         found = records(requests, await answer())

@@ -19,9 +19,9 @@ class KvPool:
     """`num_blocks` zeroed blocks on the CPU.
 
     Memory is taken from the system when a block is first written, not before: the pages of a fresh anonymous mapping
-    are zero and cost nothing until they are touched (`torch.zeros` would write all of them). Pages are large where the
-    system gives such: one layer of a block is a few KiB, so a step touches thousands of places, and looking up their
-    addresses took a sixth of the time of attention over 54 scattered rows (measured, AMD EPYC of family 26).
+    are zero and cost nothing until they are touched (`torch.zeros` would write all of them). Pages are large (2 MiB on
+    x86) where the system gives such: one layer of a block is a few KiB, so a step touches thousands of places, and
+    looking up their addresses took a sixth of the time of attention over 54 scattered rows (AMD EPYC of family 26).
     """
 
     def __init__(self, geometry: KvGeometry, num_blocks: int) -> None:

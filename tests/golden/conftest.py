@@ -1,6 +1,15 @@
-"""Golden tests compute with torch on all cores; beside other work, threads that wait must sleep rather than spin."""
+"""Golden tests load models, which sets the number of threads of the whole process; each test begins with all."""
 
-import os
+from __future__ import annotations
 
-# Read once, when torch loads its OpenMP library, which the test modules of this folder do at import.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _all_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

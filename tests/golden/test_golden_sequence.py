@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from executor_svc.attention.native import PREFIX_COST
+from executor_svc.attention.prefixes import find_prefixes
+from executor_svc.batch import Batch
 from executor_svc.models.llama import LlamaModel
 from executor_svc.models.sequence import LayerSequence
 from executor_svc.runner import PagedRunner, load
@@ -39,13 +43,22 @@ def outputs(runner: PagedRunner, way: dict[str, int]) -> list[Row]:
     return greedy(runner, prompts(SHAPE["vocab_size"]), 4, keep_logits=True, **way)
 
 
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
 @pytest.mark.parametrize("weight_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_one_call_gives_the_bits_of_many(
-    name: str, weight_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, weight_dtype: str, num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With one thread, and with more than there are CPUs, so that some sleep while they wait for others."""
     make_model(tmp_path, *FAMILIES[name]).to(torch.bfloat16).save_pretrained(tmp_path)
-    runner = load(tmp_path, dtype="bfloat16", weight_dtype=weight_dtype, block_size=4, deterministic=True)
+    runner = load(
+        tmp_path,
+        dtype="bfloat16",
+        weight_dtype=weight_dtype,
+        block_size=4,
+        num_threads=num_threads,
+        deterministic=True,
+    )
     model = model_of(runner)
     calls = 0
     run = LayerSequence.run
@@ -66,6 +79,29 @@ def test_one_call_gives_the_bits_of_many(
         for row, wanted in zip(found, expected, strict=True):
             assert row.ids == wanted.ids
             assert torch.equal(torch.stack(row.logits), torch.stack(wanted.logits))
+
+
+def test_a_shared_prefix_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that share tiles, whose attention is two rounds of work; on three threads."""
+    make_model(tmp_path, *FAMILIES["qwen3_head_norms"]).to(torch.bfloat16).save_pretrained(tmp_path)
+    runner = load(tmp_path, dtype="bfloat16", block_size=16, num_threads=3, deterministic=True)
+    runner.allocate_kv(40)
+    model, found = model_of(runner), []
+    for sequence in (model._sequence, None):
+        monkeypatch.setattr(model, "_sequence", sequence)
+        torch.from_numpy(runner.block_bytes()).zero_()
+        whole = torch.arange(272)
+        runner.forward(Batch(whole % 40, whole, whole, [272], [272], torch.arange(17, dtype=torch.int32)[None], []))
+        tables = torch.arange(17, dtype=torch.int32).repeat(5, 1)
+        tables[:, 16] = torch.arange(20, 25)
+        rows = torch.arange(5)
+        slots = tables[:, 16].long() * 16
+        for position in (256, 257):
+            batch = Batch(rows + 3, torch.full((5,), position), slots + position - 256, [1] * 5, [position + 1] * 5,
+                          tables, list(range(5)))  # fmt: skip
+            found.append(runner.forward(batch))
+    assert find_prefixes(tables.numpy(), np.full(5, 16), PREFIX_COST // 16)
+    assert torch.equal(torch.stack(found[:2]), torch.stack(found[2:]))
 
 
 def test_buffers_that_cannot_grow_leave_the_next_step_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -288,10 +288,11 @@ INLINE int tile_positions(const pm_item &item, int tile) {
 }
 
 // The keys of the tile that comes next, which may be of another item.
-INLINE Ahead keys_of_next(const pm_item &item, const pm_item *next, int tile) {
+INLINE Ahead keys_of_next(const pm_attention &a, const pm_item &item, const pm_item *next, int tile, int heads) {
   const pm_item *of = tile + 1 < item.tile + item.num_tiles ? &item : next && !(next->flags & PM_FOLD) ? next : nullptr;
   if (!of) return {};
-  const int first = of == &item ? tile + 1 : of->tile;
+  int first = of == &item ? tile + 1 : of->tile;
+  while (a.window && first + 1 < of->tile + of->num_tiles && !visible(a, *of, first, 0, heads).any) ++first;
   return {of, 0, first * PM_TILE, first * PM_TILE + tile_positions(*of, first)};
 }
 
@@ -303,7 +304,7 @@ static void attend_tile(const pm_attention &a, const pm_item &item, const pm_ite
   const int width = (count + 15) / 16 * 16;
   pack_keys<DOT, KV>(a, item, first, count, {&item, 1, first, first + count}, s);
   gemm<DOT>(s.query, head_dim, s.packed, PM_TILE, s.scores, PM_TILE, rows, DOT ? head_dim / 2 : head_dim, width);
-  pack_values<DOT, KV>(a, item, first, count, keys_of_next(item, next, tile), s);
+  pack_values<DOT, KV>(a, item, first, count, keys_of_next(a, item, next, tile, heads), s);
   if constexpr (sizeof(KV) == 1)
     for (int i = count; i < width; ++i) s.value_scales[i] = 0;
   for (int row = 0; row < rows; ++row) {

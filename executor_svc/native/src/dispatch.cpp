@@ -103,7 +103,9 @@ int32_t alone(int threads, int64_t bytes, F run) {
   free(room);
   return 0;
 }
-int threads_for(int64_t work) { return work < WORTH_SHARING ? 1 : omp_get_max_threads(); }
+int threads_for(int64_t count, int64_t work) {
+  return count < 2 || work < WORTH_SHARING ? 1 : omp_get_max_threads();
+}
 
 }  // namespace
 
@@ -183,27 +185,27 @@ PM_EXPORT int32_t pm_attend(const pm_attention *a) {
 
 PM_EXPORT void pm_rope_store(const pm_rope *r) {
   const int64_t size = (int64_t)(r->num_heads + 2 * r->pool->num_kv_heads) * r->pool->head_dim;
-  alone(threads_for(r->num_tokens * size), 0, [&](const Member &m) { rope_store(*r, m); });
+  alone(threads_for(r->num_tokens, r->num_tokens * size), 0, [&](const Member &m) { rope_store(*r, m); });
 }
 
 PM_EXPORT void pm_rms_norm(const void *x, int64_t x_stride, const void *weight, void *out, int64_t rows, int64_t size,
                            float eps, int32_t dtype) {
   const pm_norm n = {x, weight, out, size, dtype, eps};
-  alone(threads_for(rows * size), 0, [&](const Member &m) { rms_norm(n, x_stride, rows, m); });
+  alone(threads_for(rows, rows * size), 0, [&](const Member &m) { rms_norm(n, x_stride, rows, m); });
 }
 
 PM_EXPORT void pm_silu_mul(const void *gate_up, void *out, int64_t rows, int64_t size, int32_t dtype) {
   const pm_silu s = {gate_up, out, size, dtype};
-  alone(threads_for(rows * size * 2), 0, [&](const Member &m) { silu_mul(s, rows, m); });
+  alone(threads_for(rows, rows * size * 2), 0, [&](const Member &m) { silu_mul(s, rows, m); });
 }
 
 PM_EXPORT int32_t pm_linear_forward(const pm_linear *l) {
-  const int threads = threads_for(l->in_features * l->out_features);
+  const int threads = threads_for(num_panels(l->out_features), l->in_features * l->out_features);
   return alone(threads, room_bytes(*l, threads), [&](const Member &m) { linear(*l, m); });
 }
 
 PM_EXPORT int32_t pm_quantised_forward(const pm_quantised *q) {
-  const int threads = threads_for(q->in_features * q->out_features);
+  const int threads = threads_for(num_panels(q->out_features), q->in_features * q->out_features);
   return alone(threads, room_bytes(*q, threads), [&](const Member &m) { quantised(*q, m); });
 }
 

@@ -1,7 +1,8 @@
 // The C interface of the native kernels. Python calls it through ctypes (`executor_svc/native/library.py` mirrors the
 // structures; `pm_abi` tells whether both are of the same version).
 //
-// All memory belongs to the caller. Nothing here keeps state, allocates what outlives a call, or knows torch.
+// All memory belongs to the caller. Nothing here allocates what outlives a call, or knows torch; between calls stay the
+// instruction set in use and how long threads wait (team.h).
 #pragma once
 
 #include <cstddef>

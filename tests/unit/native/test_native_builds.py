@@ -53,6 +53,7 @@ for dtype in (torch.float32, torch.bfloat16):
         test_silu_mul(library, dtype, size, 3)
     for rows in (1, 5, 97):
         test_linear(library, dtype, True, 7, 33, rows)
+    test_linear(library, dtype, True, 301, 101, 200)
     for kind in KINDS:
         for rows, in_features in ((1, 32), (5, 96), (97, 64), (7, 7 if kind == "int8" else 32)):
             check_products(library, dtype, kind, 33, in_features, rows)
