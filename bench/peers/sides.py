@@ -51,7 +51,7 @@ async def pagemill(model: Path, options: Sequence[str], about: dict[str, Any]) -
 async def peer(name: str, python: Path, options: dict[str, Any]) -> AsyncIterator[Side]:
     """A peer's own process in its own environment. Raises RuntimeError if it does not load; it has said why.
 
-    It and what it starts (one group of processes) are stopped while others have their turns: some wait by spinning (vLLM's engine takes half of
+    It and what it starts are stopped while others have their turns: some wait by spinning (vLLM's engine takes half of
     two CPUs while it has nothing to do), which would halve the speed of the side whose turn it is.
     """
     process = await asyncio.create_subprocess_exec(
