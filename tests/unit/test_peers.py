@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,9 @@ import numpy as np
 import pytest
 
 from bench.peers import environments, weights
+from bench.peers.environments import PEERS, ROOT, Peer
 from bench.peers.report import BEGIN, END, insert, markdown, measure, stats, svg
-from bench.peers.sides import PAGEMILL, records
+from bench.peers.sides import PAGEMILL, peer, records
 from bench.peers.workers.loop import Arrival, Job, turn
 from pagemill_client.load import Record, Request
 
@@ -69,6 +71,54 @@ def test_an_answer_becomes_records_and_a_wrong_number_of_tokens_a_failure() -> N
     assert none.error == "0 tokens instead of 1"
     with pytest.raises(RuntimeError, match="2 tokens instead of 3"):
         measure("W2", requests, [good, short, none])
+
+
+def state(pid: int) -> str:
+    """One letter: T is stopped; empty when the process is gone, or has ended and nobody has asked how."""
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+    return "" if letter == "Z" else letter
+
+
+async def until_state(pid: int, wanted: str) -> None:
+    while state(pid) != wanted:
+        await asyncio.sleep(0.01)
+
+
+async def test_a_peer_is_stopped_but_for_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PEERS, "fake", Peer((), "tests.unit.fake_peer"))
+    async with peer("fake", Path(sys.executable), {}) as side:
+        pid = side.about["pid"]
+        for _ in range(2):
+            await until_state(pid, "T")
+            (done,) = await side.turn([Request((1,), 3)])
+            assert (done.error, done.num_tokens) == (None, 3)
+    assert state(pid) == ""
+
+
+async def test_a_stopped_peer_ends_with_the_benchmark_even_if_that_is_killed() -> None:
+    script = (
+        "import asyncio, sys, pathlib\n"
+        "from bench.peers.environments import PEERS, Peer\n"
+        "from bench.peers.sides import peer\n"
+        "PEERS['fake'] = Peer((), 'tests.unit.fake_peer')\n"
+        "async def main():\n"
+        "    async with peer('fake', pathlib.Path(sys.executable), {}) as side:\n"
+        "        print(side.about['pid'], flush=True)\n"
+        "        await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    bench = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, cwd=ROOT, stdout=asyncio.subprocess.PIPE, process_group=0
+    )
+    assert bench.stdout is not None
+    pid = int(await bench.stdout.readline())
+    await until_state(pid, "T")
+    bench.kill()
+    await bench.wait()
+    await until_state(pid, "")
 
 
 def record(num_prompt_tokens: int, arrivals: list[tuple[float, int]]) -> Record:
