@@ -50,6 +50,25 @@ def submit_many(gateway: FakeGateway, count: int, rng: random.Random, longest: i
         )
 
 
+@pytest.mark.parametrize("chunk", [7, 128, 1000])
+@pytest.mark.parametrize("length", [127, 128, 129])
+def test_b26_prompts_of_about_the_budget(length: int, chunk: int) -> None:
+    """Alone and beside others; in pieces, and where a piece may be larger than a step."""
+    core = SchedulerConfig(max_num_batched_tokens=128, max_num_seqs=8, max_prefill_chunk=chunk)
+    rig = LockstepRig(core=core)
+    rig.add_executor(KvExecutor, Geometry(num_blocks=100))
+    gateway = rig.add_gateway()
+    for num_beside in (0, 2):
+        for _ in range(num_beside):
+            gateway.submit([5] * 20, max_tokens=30)
+        rig.turn(5)
+        gateway.submit([token % VOCAB for token in range(length)], max_tokens=4)
+        rig.finish()
+    for record in gateway.streams.values():
+        assert_oracle(record)
+    rig.assert_clean()
+
+
 # 64 streams of up to 130 positions want up to 64 * 17 blocks of 8; the pool has less than a third of that.
 SMALL_POOL = Geometry(num_blocks=300)
 CORE = SchedulerConfig(max_num_batched_tokens=128, max_num_seqs=48, max_prefill_chunk=32)
