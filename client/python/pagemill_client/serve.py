@@ -9,7 +9,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,8 @@ def plan(argv: list[str], directory: Path) -> Stack:
     loaded: dict[str, Any] = {name: load(kind, shared.by_role[name]) for name, kind in types.items()}
     added = _connect(loaded, directory)
     _check_times(settings, loaded)
-    host, port = loaded[GATEWAY.name].host, loaded[GATEWAY.name].port or _free_port(loaded[GATEWAY.name].host)
+    host, others = loaded[GATEWAY.name].host, _other_ports(loaded)
+    port = loaded[GATEWAY.name].port or _free_port(host, {listener.port for listener in others})
     added[GATEWAY.name] += ["--port", str(port)]  # chosen here, so that a restarted gateway is found where it was
     target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return Stack(
@@ -87,7 +88,7 @@ def plan(argv: list[str], directory: Path) -> Stack:
         ),
         target,
         _listeners(target, loaded),
-        _ports(host, port, loaded),
+        (Listener("--port", host, port), *others),
         loaded,
     )
 
@@ -221,7 +222,8 @@ def _listeners(target: str, loaded: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _ports(host: str, port: int, loaded: Mapping[str, Any]) -> tuple[Listener, ...]:
+def _other_ports(loaded: Mapping[str, Any]) -> tuple[Listener, ...]:
+    """All but the one that clients call."""
     metrics = [
         Listener(f"--{role.name}.metrics-port", loaded[role.name].metrics_host, loaded[role.name].metrics_port)
         for role in STOP_ORDER
@@ -229,15 +231,19 @@ def _ports(host: str, port: int, loaded: Mapping[str, Any]) -> tuple[Listener, .
     ]
     gateway = loaded[GATEWAY.name]
     admin = [Listener("--admin-port", gateway.admin_host, gateway.admin_port)] if gateway.admin_port else []
-    return (Listener("--port", host, port), *admin, *metrics)
+    return (*admin, *metrics)
 
 
-def _free_port(host: str) -> int:
+def _free_port(host: str, promised: Collection[int]) -> int:
+    """Of the system's choice, but none that another listener has been promised: it may be chosen while that is free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    with contextlib.ExitStack() as held:
+        while True:  # what was chosen is held meanwhile, so that each choice is another
+            probe = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, 0))
+            if (port := int(probe.getsockname()[1])) not in promised:
+                return port
 
 
 def _announce(line: str) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,6 +100,28 @@ def test_free_ports_are_free_afterwards_too(model: str, started: list[serve.Stac
     assert serve.main(argv) == 0
     assert len(started) == 1
     check_free(started[0].ports)
+
+
+def test_a_port_of_the_systems_choice_is_none_that_is_promised(
+    model: str, started: list[serve.Stack], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Free as it is: the role that it is promised to has not started yet."""
+    admin = free_port()
+    chosen: list[int] = []
+
+    class Choosing(socket.socket):
+        def bind(self, address: Any) -> None:
+            if address[1] == 0 and not chosen:
+                address = (address[0], admin)
+            super().bind(address)
+            chosen.append(self.getsockname()[1])
+
+    monkeypatch.setattr("pagemill_client.serve.socket.socket", Choosing)
+    assert serve.main(["--model", model, "--port", "0", *NO_METRICS[1:], f"--admin-port={admin}"]) == 0
+    assert chosen[0] == admin
+    (stack,) = started
+    assert [listener.option for listener in stack.ports] == ["--port", "--admin-port"]
+    assert stack.ports[0].port not in (0, admin)
 
 
 def test_a_host_that_is_not_here_is_refused() -> None:
