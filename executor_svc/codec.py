@@ -207,5 +207,5 @@ def encode_result(outcome: StepOutcome) -> pb.StepResult:
         execute_us=outcome.execute_us,
         finished_copy_steps=[] if copies is None else copies.steps,
         copy_us=0 if copies is None else min(int(sum(copy.seconds for copy in copies.done) * 1e6), _MAX_UINT32),
-        num_mapped_blocks=outcome.num_mapped_blocks,
+        state_digest=outcome.state_digest,
     )

@@ -155,14 +155,13 @@ class LaneMirror:
         """
         if (self.state == LaneState.BROKEN).any():
             return None
-        crc = 0
-        for lane in np.flatnonzero(self.state):
-            count = self.table_len[lane]
-            head = np.array([lane, self.generation[lane], self.position[lane], count]).astype("<u4")
-            crc = zlib.crc32(
-                self.tables[lane, :count].astype("<i4", copy=False).tobytes(), zlib.crc32(head.tobytes(), crc)
-            )
-        return crc
+        lanes = np.flatnonzero(self.state)
+        counts = self.table_len[lanes]
+        width = int(counts.max(initial=0))
+        head = np.stack([lanes, self.generation[lanes], self.position[lanes], counts], axis=1)
+        columns = np.concatenate([head, self.tables[lanes, :width]], axis=1).astype("<u4")
+        used = np.arange(head.shape[1] + width) < (head.shape[1] + counts)[:, None]
+        return zlib.crc32(columns[used].tobytes())
 
     def _release(self, lane: int) -> None:
         count = int(self.table_len[lane])

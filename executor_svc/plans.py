@@ -24,6 +24,14 @@ class PlanError(ValueError):
     """A plan of which nothing can be run; the text is for the log."""
 
 
+class MirrorError(PlanError):
+    """The scheduler expects other lanes than there are, whose digest is `digest`."""
+
+    def __init__(self, expected: int, digest: int) -> None:
+        super().__init__(f"state digest {expected:#010x}, the mirror's is {digest:#010x}")
+        self.digest = digest
+
+
 @dataclass(frozen=True, slots=True)
 class PlanLimits:
     """What the executor said in its hello; plans beyond it are refused."""
@@ -112,3 +120,6 @@ class StepOutcome:
     copy_wait_us: int = 0
     """Part of `execute_us`: the batch stood still for copies."""
     num_mapped_blocks: int = 0
+    """Distinct device blocks in the tables of all lanes after the step."""
+    state_digest: int | None = None
+    """The mirror's before the plan, where the plan expected another."""

@@ -20,7 +20,7 @@ from executor_svc.batch import ModelRunner, build_batch
 from executor_svc.kv.checksums import BlockChecksums
 from executor_svc.kv.copy_engine import CopyEngine, CopyError
 from executor_svc.lanes import Int64s, LaneMirror
-from executor_svc.plans import NO_TOKEN, DecodedPlan, Int32s, PlanError, StepOutcome
+from executor_svc.plans import NO_TOKEN, DecodedPlan, Int32s, MirrorError, PlanError, StepOutcome
 from executor_svc.sampling import NumericalError, Sampler, SamplingParams, argmax_rows
 from pagemill.engine.v1 import executor_pb2 as pb
 from pagemill.logs import kv
@@ -81,6 +81,8 @@ class StepExecutor:
                 log.error("step failed", extra=kv(step_id=step_id, reason=_reason(error)), exc_info=trace)
             self._void = True
             outcome = StepOutcome(step_id=step_id, failed=True)
+            if isinstance(error, MirrorError):
+                outcome.state_digest = error.digest
         outcome.execute_us = min(int((time.perf_counter() - started) * 1e6), 0xFFFFFFFF)
         outcome.num_mapped_blocks = self._mirror.num_mapped_blocks
         return outcome
@@ -113,7 +115,7 @@ class StepExecutor:
             return
         digest = self._mirror.digest()
         if digest is not None and digest != plan.state_digest:
-            raise PlanError(f"state digest {plan.state_digest:#010x}, the mirror's is {digest:#010x}")
+            raise MirrorError(plan.state_digest, digest)
 
     def _rows(self, plan: DecodedPlan) -> _Rows:
         lanes = self._last_lanes if plan.repeat_decode else plan.row_lanes

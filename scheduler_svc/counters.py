@@ -31,7 +31,7 @@ _COUNTS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 20
 
 # A label value that has not occurred yet is published as 0, so that rates and alerts exist before the first case.
 _STALE = ("malformed", "protocol", "stale_epoch", "duplicate", "no_session", "duplicate_result", "result_gap")
-_VIOLATIONS = ("books", "mapped_blocks")
+_VIOLATIONS = ("books", "state_digest", "streams")
 _OUTCOMES = (
     "stop",
     "length",

@@ -41,6 +41,8 @@ FRAMES_PER_ROUND = 64
 """Frames read from one side in one round, so that a flood from one cannot keep the other waiting."""
 BACKLOG_RETRY_S = 0.005
 """A full link says nothing when it has room again, so it is tried this often."""
+MAX_REPLACED, REPLACED_WITHIN_S = 3, 60.0
+"""Times in so many seconds that a core is replaced by one that goes on with its streams."""
 _MIN_RETRY_MS, _MAX_RETRY_MS, _UNKNOWN_RETRY_MS = 100, 60_000, 1_000
 
 
@@ -103,6 +105,9 @@ class Engine:
         self._num_stops = 0
         self._drain_until = 0.0
         self._core_faults = 0
+        """Since a plan was last sent while all was well."""
+        self._replaced_at: list[float] = []
+        """Times of late at which the core was replaced with its streams kept."""
 
     @property
     def core(self) -> Scheduler:
@@ -200,35 +205,63 @@ class Engine:
         if not is_core:
             return
         self._core_faults += 1
-        try:
-            if self._core_faults == 1:
+        if self._core_faults == 1:
+            try:
                 self.executors.restart(now, f"fault {fault_id}")
                 return
-        except Exception:
-            log.exception("session cannot be restarted", extra=kv(fault=fault_id))
-        self._reset_core(now, fault_id)
+            except Exception:
+                log.exception("session cannot be restarted", extra=kv(fault=fault_id))
+        self._replace_core(now, fault_id)
 
-    def _reset_core(self, now: float, fault_id: str) -> None:
-        """The last resort: all streams end with INTERNAL, and a fresh core takes over."""
+    def _replace_core(self, now: float, fault_id: str) -> None:
+        """A fresh core and a new session; live sequences go on in it, computed again.
+
+        The last resort, when cores have been replaced too often: all streams end with INTERNAL, for one of them may be
+        what breaks the core.
+        """
         old = self.core
         core = Scheduler(self._core_config)
         self.executors.core = self.gateways.core = core
-        self.gateways.end_streams(
-            now, pb.STREAM_ERROR_INTERNAL, f"the request could not be computed (fault {fault_id})"
+        self._replaced_at = [then for then in self._replaced_at if now - then < REPLACED_WITHIN_S]
+        if len(self._replaced_at) < MAX_REPLACED:
+            self._replaced_at.append(now)
+            try:
+                core.take_over(old, now)
+                self.gateways.deliver(core.expire(now))  # those that had ended already
+            except Exception:
+                log.exception("streams cannot be taken over", extra=kv(fault=fault_id))
+        else:
+            self._replaced_at.clear()
+        self._end_unknown_streams(now, fault_id)
+        log.error(
+            "core replaced",
+            extra=kv(fault=fault_id, steps=old.next_step_id - 1, streams_kept=self.gateways.num_streams),
         )
-        self._core_faults = 0
-        log.error("core replaced", extra=kv(fault=fault_id, steps=old.next_step_id - 1))
         try:
             self.executors.restart(now, f"fault {fault_id}")
         except Exception:  # an executor this build cannot talk to: without it, the next one may do
             log.exception("session cannot be restarted", extra=kv(fault=fault_id))
             self.executors.detach(now, f"fault {fault_id}", Loss.LEFT)
 
+    def _end_unknown_streams(self, now: float, fault_id: str) -> int:
+        """Every stream of which the core knows nothing would wait for ever; how many there were."""
+        core = self.core
+        return self.gateways.end_streams(
+            now,
+            pb.STREAM_ERROR_INTERNAL,
+            f"the request could not be computed (fault {fault_id})",
+            among=lambda session: [seq_id for seq_id in session.stream_of if not core.knows(seq_id)],
+        )
+
     def _check_books(self, now: float, sent: bool) -> None:
         """Check conservation when it is time; a mismatch heals, it never kills."""
         is_busy = sent or self.core.num_inflight_plans > 0
-        if self._audit.is_due(now, is_busy=is_busy) and self._audit.check(self.core, now):
-            self._reset_core(now, "invariants")
+        if not self._audit.is_due(now, is_busy=is_busy):
+            return
+        if self._audit.check(self.core, now):
+            self._replace_core(now, "invariants")
+        else:
+            self.counters.violations["streams"] += self._end_unknown_streams(now, "streams")
 
     def _check_memory(self, now: float) -> None:
         finding = self._pressure.look(self.core.stats, now)

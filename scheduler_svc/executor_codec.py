@@ -37,9 +37,12 @@ _LIMITS = {
 by what one executor can have."""
 
 
-def encode_plan(plan: StepPlan) -> ex.StepPlan:
-    """The message for a plan. Absent columns cost nothing, so a steady decode step is a few bytes."""
-    message = ex.StepPlan(step_id=plan.step_id, repeat_decode=plan.repeat_decode)
+def encode_plan(plan: StepPlan, state_digest: int | None = None) -> ex.StepPlan:
+    """The message for a plan. Absent columns cost nothing, so a steady decode step is a few bytes.
+
+    `state_digest` is that of the executor's lanes before the plan, to be compared there; None: no comparison.
+    """
+    message = ex.StepPlan(step_id=plan.step_id, repeat_decode=plan.repeat_decode, state_digest=state_digest)
     if plan.row_lanes:
         message.row_lanes = pack(plan.row_lanes)
         if plan.row_num_tokens is not None:

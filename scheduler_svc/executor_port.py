@@ -192,7 +192,7 @@ class ExecutorPort:
         session.outbox.clear()
         session.copies.clear()
         session.num_resends = 0
-        session.has_broken_lanes = False
+        session.state_digest = None
         session.state = pb.EXECUTOR_STATE_IDLE
         session.applied_step_id = self.core.next_step_id - 1
         session.next_heartbeat = now + self._config.heartbeat_s

@@ -33,8 +33,6 @@ class SentPlan:
     sent_at: float
     row_num_tokens: list[int] | None = None
     """As in the plan; None: 1 each."""
-    num_mapped_blocks: int | None = None
-    """What the executor must have mapped after it; None: not worked out for this plan."""
 
 
 class Loss(Enum):
@@ -70,8 +68,8 @@ class ExecutorSession:
     num_resends: int = 0
     is_stuck: bool = False
     """It was given up because a step did not end: whoever comes next, it counts as dead."""
-    has_broken_lanes: bool = False
-    """A row failed: what the executor has mapped may differ from what the scheduler expects."""
+    state_digest: int | None = None
+    """Goes with the next plan; None: none does."""
     next_heartbeat: float = 0.0
     hold_until: float = 0.0
 

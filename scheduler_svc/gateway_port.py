@@ -8,7 +8,7 @@ however many steps are coalesced while the gateway's link is full: all its token
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from pagemill.engine.v1 import frontend_pb2 as pb
 from pagemill.framing import PROTOCOL, Channel
@@ -192,14 +192,14 @@ class GatewayPort:
         error: pb.StreamError,
         message: str,
         *,
-        only_silent: bool = False,
+        among: Callable[[GatewaySession], Iterable[SeqId]] | None = None,
         retry_after_ms: int | None = None,
     ) -> int:
-        """End all streams, or those without a token so far, with an error; returns how many."""
+        """End all streams, or those that `among` chooses, with an error; returns how many."""
         num_ended = 0
         outcome = pb.StreamError.Name(error).removeprefix("STREAM_ERROR_").lower()
         for session in self.sessions.values():
-            for seq_id in list(session.silent if only_silent else session.stream_of):
+            for seq_id in list(session.stream_of if among is None else among(session)):
                 stream = self._forget(session, seq_id)
                 if stream is None:
                     continue

@@ -44,7 +44,7 @@ class Grace:
                 now,
                 pb.STREAM_ERROR_NO_EXECUTOR,
                 self._text(),
-                only_silent=True,
+                among=lambda session: session.silent,
                 retry_after_ms=self._retry_after_ms,
             )
             log.warning("no executor", extra=kv(grace_s=self._grace_s, refused=ended))

@@ -84,26 +84,24 @@ class PlanFlow:
         if session is None or now < session.hold_until or not self.drain_outbox(session):
             return False
         session.hold_until = 0.0
-        sent_any = False
+        core, sent_any = self._owner.core, False
         while self._owner.session is session and not session.outbox:
             begin = self._clock()
-            plan = self._owner.core.schedule(now)
+            plan = core.schedule(now)
             if plan is None:
                 break
-            message = encode_plan(plan)
+            message = encode_plan(plan, session.state_digest)
             frame = session.channel.pack(plan=message)
             if log.isEnabledFor(logging.DEBUG):
-                self._preempted = explain_preemptions(plan.step_id, self._owner.core.stats(), self._preempted)
+                self._preempted = explain_preemptions(plan.step_id, core.stats(), self._preempted)
             self._counters.schedule_seconds.observe(self._clock() - begin)
             if session.sent:
                 self._counters.plans_sent_ahead += 1
             else:
                 session.progress_at = now
-            num_mapped = (
-                self._owner.core.num_mapped_blocks() if self._audit.wants_mapped_blocks(self._owner.core) else None
-            )
+            session.state_digest = core.state_digest() if self._audit.wants_digest(core) else None
             session.sent.append(
-                SentPlan(plan.step_id, message, plan.num_tokens, plan.num_rows, now, plan.row_num_tokens, num_mapped)
+                SentPlan(plan.step_id, message, plan.num_tokens, plan.num_rows, now, plan.row_num_tokens)
             )
             if plan.swap_out_src or plan.swap_in_src:
                 size = session.limits.bytes_per_block
@@ -126,6 +124,9 @@ class PlanFlow:
             self._counters.stale["result_gap"] += 1
             self.resend(session, now, f"the result of step {message.step_id} came before that of {plan.step_id}")
             return
+        if message.HasField("state_digest"):
+            self._heal(session, plan, message.state_digest, now)
+            return
         try:
             result = decode_result(message, session.hello.vocab_size, session.hello.max_tokens + plan.num_rows)
             events = self._owner.core.apply(result, now)
@@ -140,8 +141,6 @@ class PlanFlow:
             return
         self._learn(session, plan, message, result.status)
         self._owner.has_worked()
-        session.has_broken_lanes |= result.status is not StepStatus.OK
-        self._compare_mapped(session, plan, message.num_mapped_blocks, now)
 
     def _learn(self, session: ExecutorSession, plan: SentPlan, message: pb.StepResult, status: StepStatus) -> None:
         """Count what was copied, and let the core know when the executor turns out faster or slower than it said."""
@@ -160,17 +159,19 @@ class PlanFlow:
         if news is not None:
             self._owner.core.update_rates(news)
 
-    def _compare_mapped(self, session: ExecutorSession, plan: SentPlan, num_mapped: int, now: float) -> None:
-        """Heal by a new session when the executor's tables are not what the plans made of them. 0: it does not say."""
-        expected = plan.num_mapped_blocks
-        if expected is None or num_mapped in (0, expected) or session.has_broken_lanes:
-            return
-        self._counters.violations["mapped_blocks"] += 1
+    def _heal(self, session: ExecutorSession, plan: SentPlan, digest: int, now: float) -> None:
+        """A new session: the executor's lanes are not what the plans made of them, and it has not run this one."""
+        self._counters.violations["state_digest"] += 1
         log.error(
-            "executor holds other blocks than the plans gave it",
-            extra=kv(**{STEP_ID: plan.step_id}, executor=peer_name(session.peer), mapped=num_mapped, expected=expected),
+            "executor holds other lanes than the plans gave it",
+            extra=kv(
+                **{STEP_ID: plan.step_id},
+                executor=peer_name(session.peer),
+                digest=digest,
+                expected=plan.message.state_digest,
+            ),
         )
-        self._owner.restart(now, f"{num_mapped} blocks are mapped after step {plan.step_id}, not {expected}")
+        self._owner.restart(now, f"its lanes before step {plan.step_id} are not those it was given")
 
     def _close_step(self, session: ExecutorSession, plan: SentPlan, message: pb.StepResult, now: float) -> None:
         counters = self._counters

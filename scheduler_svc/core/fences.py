@@ -32,6 +32,10 @@ class LanePool:
         self._generations[lane] += 1
         return lane, self._generations[lane]
 
+    def generation(self, lane: int) -> int:
+        """How often the lane has been given out."""
+        return self._generations[lane]
+
     def give_back(self, lanes: Iterable[int]) -> None:
         """The lanes may be given out again."""
         self._free.extend(lanes)

@@ -31,7 +31,7 @@ from scheduler_svc.core.deadlines import Deadlines
 from scheduler_svc.core.events import Event, FinishReason, Refusal
 from scheduler_svc.core.invariants import check, check_counts
 from scheduler_svc.core.limits import check_config, combine, refuse_length
-from scheduler_svc.core.mapped import num_mapped_blocks
+from scheduler_svc.core.mirror import state_digest
 from scheduler_svc.core.pace import step_pace
 from scheduler_svc.core.params import ExecutorLimits, QueuePolicy, SchedulerConfig, SeqId, SequenceSpec
 from scheduler_svc.core.plan import StepPlan, StepResult, StepStatus
@@ -144,6 +144,20 @@ class Scheduler:
         )
         if refusal is not None:
             return refusal
+        self._enter(spec, now)
+        return None
+
+    def take_over(self, broken: Scheduler, now: float) -> None:
+        """Queues every live sequence of a scheduler whose books are wrong, to go on behind what it has given.
+
+        Nothing is refused for want of room, and nothing but the sequences' own records and events is read.
+        """
+        self._events += broken._take_events()
+        for seq in sorted(broken._sequences.values(), key=arrival_order):
+            if seq.state is not SequenceState.FINISHED:
+                self._enter(seq.continuation(), now)
+
+    def _enter(self, spec: SequenceSpec, now: float) -> None:
         is_fcfs = self.config.queue_policy is QueuePolicy.FCFS
         seq = Sequence(spec, priority=0 if is_fcfs else spec.priority)
         if self._session is not None:
@@ -158,7 +172,6 @@ class Scheduler:
             self._finish(seq, reason, now)
         else:
             self._deadlines.add(seq)
-        return None
 
     def cancel(self, seq_id: SeqId, now: float) -> list[Event]:
         """Ends a sequence in whatever state it is; nothing happens for one that has ended or never was."""
@@ -240,6 +253,10 @@ class Scheduler:
 
     # Reading
 
+    def knows(self, seq_id: SeqId) -> bool:
+        """Whether the sequence was submitted and has not ended."""
+        return seq_id in self._sequences
+
     def check_invariants(self) -> list[str]:
         """What is wrong with the books, one line each; empty when nothing is. O(sequences + blocks)."""
         return check(self._sequences, self._waiting, self._running, self.config.pipeline_depth)
@@ -248,9 +265,9 @@ class Scheduler:
         """What is wrong with the counts of both tiers, one line each; empty when nothing is. O(1)."""
         return [] if self._running is None else check_counts(self._running.memory)
 
-    def num_mapped_blocks(self) -> int:
-        """Device blocks in the executor's lanes after the last plan; right after `schedule` only. See `mapped`."""
-        return 0 if self._running is None else num_mapped_blocks(self._running)
+    def state_digest(self) -> int:
+        """Digest of the executor's lanes before the next plan; right after `schedule` only. See `mirror`."""
+        return 0 if self._running is None else state_digest(self._running)
 
     def stats(self) -> SchedulerStats:
         """Gauges and counters, O(1)."""

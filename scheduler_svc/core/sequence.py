@@ -17,7 +17,7 @@ position whose row would bring a token too many. One comparison in the hot loop 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from cache_svc.blocks.table import BlockTable
@@ -208,6 +208,14 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Output tokens that are known, those of before a resubmission included."""
         return len(self.token_ids) - self.prompt_len
+
+    def continuation(self) -> SequenceSpec:
+        """What to submit elsewhere so that it goes on behind its known tokens."""
+        return replace(
+            self.spec,
+            emitted_ids=self.token_ids[self.prompt_len :],
+            queue_deadline=self.spec.queue_deadline if self.first_run is None else None,
+        )
 
     def limit_tokens(self, most: int | None) -> None:
         """Sets how many tokens it may have in all: prompt and max_tokens, and at most `most` (None: unknown)."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from pagemill.engine.v1 import executor_pb2 as ex
 from pagemill.engine.v1 import frontend_pb2 as fe
 from scheduler_svc import audit
 from scheduler_svc.config import EngineConfig
@@ -159,41 +159,58 @@ def test_books_too_large_to_be_checked_between_steps_are_checked_in_the_pause(mo
     assert_oracle(record)
 
 
-class Mapping(KvExecutor):
-    """Says how many blocks its lanes have, `wrong` too many."""
-
-    wrong = 0
-
-    def results_to_send(self, result: ex.StepResult) -> list[ex.StepResult]:
-        blocks = {block for lane in self.lanes.values() for block in lane.blocks}
-        result.num_mapped_blocks = len(blocks) + self.wrong
-        return [result]
-
-
-def test_what_the_executor_has_mapped_equals_what_the_plans_gave_it() -> None:
+def test_the_lanes_of_an_executor_are_what_the_plans_made_of_them() -> None:
     rig = LockstepRig(config=EngineConfig(check_every_plans=1))
-    executor = rig.add_executor(Mapping, Geometry(num_blocks=60))
+    executor = rig.add_executor(KvExecutor, Geometry(num_blocks=60, num_host_blocks=60))
     gateway = rig.add_gateway()
     submit_many(gateway, 40, random.Random(4))
     rig.until(lambda: any(len(record.ids) > 5 for record in gateway.streams.values()))
     gateway.cancel(*[stream for stream, record in gateway.streams.items() if not record.is_over][:5])
     rig.finish()
     assert rig.engine.core.stats().num_preemptions_total > 0
+    assert executor.num_digests >= rig.engine.counters.plans_sent - 2
     assert executor.num_sessions == 1
     rig.assert_clean()
 
 
-def test_mapped_blocks_that_differ_are_counted_and_healed_by_a_new_session() -> None:
+def test_digests_are_sent_now_and_then_only() -> None:
+    rig = LockstepRig(config=EngineConfig(check_every_plans=1000))
+    executor = rig.add_executor(KvExecutor, POOL)
+    rig.add_gateway().submit([1, 2], max_tokens=300)
+    rig.finish()
+    assert executor.num_digests == 1 + (rig.engine.counters.plans_sent - 2) // audit.DIGEST_EVERY
+
+
+@pytest.mark.parametrize("what", ["block", "generation", "position", "lane"])
+def test_lanes_that_differ_are_counted_and_healed_by_a_new_session(what: str) -> None:
     rig = LockstepRig(config=EngineConfig(check_every_plans=8))
-    executor = rig.add_executor(Mapping, POOL)
+    executor = rig.add_executor(KvExecutor, POOL)
     gateway = rig.add_gateway()
     submit_many(gateway, 40, random.Random(4))
-    rig.turn(5)
-    executor.wrong = 1
+    rig.until(lambda: executor.num_digests == 2)
+    lane = next(iter(executor.lanes.values()))
+    digest = executor.digest
+
+    def digest_of_others() -> int | None:
+        executor.digest = digest  # type: ignore[method-assign]
+        wrong = {
+            "block": {"blocks": [*lane.blocks[:-1], lane.blocks[-1] ^ 1]},
+            "generation": {"generation": lane.generation + 1},
+            "position": {"position": lane.position - 1},
+            "lane": {"lane": 191},
+        }[what]
+        lanes, executor.lanes = executor.lanes, {**executor.lanes, lane.lane: replace(lane, **wrong)}
+        try:
+            return digest()
+        finally:
+            executor.lanes = lanes
+
+    executor.digest = digest_of_others  # type: ignore[method-assign]
     rig.until(lambda: executor.num_sessions == 2)
-    executor.wrong = 0
+    assert executor.violations.pop().startswith("step ")
     rig.finish()
-    assert rig.engine.counters.violations == {"books": 0, "mapped_blocks": 1}
+    assert rig.engine.counters.violations.pop("state_digest") == 1
     for record in gateway.streams.values():
         assert_oracle(record)
         assert record.num_doubled == 0
+    rig.assert_clean()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -18,8 +19,10 @@ from pagemill.framing import PROTOCOL, Channel
 from pagemill.zmq_links import new_identity
 from scheduler_svc.config import EngineConfig
 from scheduler_svc.core.params import SchedulerConfig
+from scheduler_svc.core.preemption import Action
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.engine import Phase
+from scheduler_svc.core.sequence import SequenceState
+from scheduler_svc.engine import MAX_REPLACED, Phase
 from tests.integration.test_engine import assert_oracle, submit_many
 from tests.oracles.base import Geometry
 from tests.oracles.chain import ChainExecutor
@@ -621,11 +624,20 @@ def test_exception_in_the_core_costs_a_session_then_the_core_but_never_the_proce
         assert_oracle(record)
     assert (rig.engine.counters.faults, executor.num_sessions) == (1, 2)
 
-    records = [gateway.submit([seed], max_tokens=300) for seed in range(4)]
-    rig.until(lambda: all(record.ids for record in records))
-    faults += [True, True]
-    rig.finish()
-    assert all(record.ended.error == fe.STREAM_ERROR_INTERNAL for record in records)
+    cores = {id(rig.engine.core): rig.engine.core}
+    for times in range(1, MAX_REPLACED + 2):
+        records = [gateway.submit([seed], max_tokens=300) for seed in range(4)]
+        rig.until(lambda records=records: all(record.ids for record in records))  # type: ignore[misc]
+        faults += [True, True]
+        rig.finish()
+        cores[id(rig.engine.core)] = rig.engine.core
+        assert len(cores) == 1 + times
+        for record in records:
+            if times <= MAX_REPLACED:
+                assert_oracle(record)
+                assert record.num_doubled == 0
+            else:  # too often within a minute
+                assert record.ended.error == fe.STREAM_ERROR_INTERNAL
     after = gateway.submit([9])
     rig.finish()
     assert_oracle(after)
@@ -667,6 +679,44 @@ def test_violated_invariants_are_counted_and_healed(monkeypatch: pytest.MonkeyPa
     after = gateway.submit([9])
     rig.finish()
     assert_oracle(after)
+
+
+def test_no_stream_is_lost_when_the_books_are_wrong() -> None:
+    """A reference leaks while streams are queued, running and swapped."""
+    rig = LockstepRig(config=EngineConfig(check_every_plans=16), core=SchedulerConfig(max_num_seqs=8))
+    executor = rig.add_executor(KvExecutor, replace(POOL, num_blocks=40, num_host_blocks=40))
+    gateway = rig.add_gateway()
+    submit_many(gateway, 40, random.Random(5))
+    records = list(gateway.streams.values())
+    rig.until(lambda: sum(bool(record.ids) for record in records) > 10)
+    core = rig.engine.core
+    running = core._running
+    assert running is not None
+    leaked, preempted = (seq for seq, _ in zip(running, range(2), strict=False))
+    assert leaked.table is not None
+    running.pool.retain(leaked.table.block_ids[:1])
+    core.preempt(preempted.seq_id, Action.SWAP)
+    assert core.stats().swapped > 0
+    assert core.stats().queue_requests > 1
+    rig.until(lambda: rig.engine.core is not core)
+    rig.finish()
+    assert rig.engine.counters.violations.pop("books") > 0
+    assert executor.num_sessions == 2
+    for record in records:
+        assert_oracle(record)
+        assert record.num_doubled == 0
+    rig.assert_clean()
+
+
+def test_a_stream_that_the_core_has_forgotten_ends() -> None:
+    rig, _, gateway = busy_rig()
+    core = rig.engine.core
+    running = next(seq for seq in core._sequences.values() if seq.state is SequenceState.RUNNING)
+    core.cancel(running.seq_id, rig.clock.now)  # and its ending goes nowhere
+    rig.until(lambda: all(record.is_over for record in gateway.streams.values()), limit=2_000)
+    errors = Counter(record.ended.error for record in gateway.streams.values())
+    assert errors == {0: len(gateway.streams) - 1, fe.STREAM_ERROR_INTERNAL: 1}
+    assert rig.engine.counters.violations["streams"] == 1
 
 
 # Poison

@@ -1,4 +1,5 @@
-"""The KV campaign on the demo model: float32, the sdpa backend, copies that are late, every block's checksum verified.
+"""The KV campaign on the demo model: float32, the sdpa backend, copies that are late, every block's checksum verified, the
+books checked and the executor's lanes compared with every plan.
 
 Scheduler, wire and executor as in production, in one process. Every fifth plan two running sequences are forced out.
 Ids must equal those of a run with a large pool in which nothing of the kind happens. `PAGEMILL_KV_MODEL_STREAMS=200`
@@ -22,6 +23,7 @@ from executor_svc.runner import PagedRunner, load
 from executor_svc.startup import prepare
 from executor_svc.worker import Exit, Worker
 from pagemill.zmq_links import new_identity
+from scheduler_svc.config import EngineConfig
 from scheduler_svc.core.params import HostCache, SchedulerConfig
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.preemption import Action
@@ -74,7 +76,7 @@ def run(
 ) -> tuple[list[StreamRecord], SchedulerStats]:
     """All streams to their ends, forced out if there is an `rng`."""
     ready = prepare(runner, settings)
-    rig = LiveRig(core=config)
+    rig = LiveRig(core=config, config=EngineConfig(check_every_plans=1))
     if rng is not None:
         force_out(rig.engine.core, rng)
     link = rig.executor_hub.connect(new_identity("executor", "model"))
@@ -93,6 +95,8 @@ def run(
         rig.close()
     assert ends == [Exit.STOPPED]
     assert rig.engine.counters.faults == 0
+    assert rig.engine.counters.invariant_violations == 0
+    assert rig.engine.counters.executor_sessions == 1
     return records, stats
 
 

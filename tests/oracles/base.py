@@ -12,6 +12,7 @@ import itertools
 import secrets
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -146,6 +147,9 @@ class OracleExecutor:
         self._busy_since = 0.0
         self._done: tuple[pb.ExecutorEnvelope, float] | None = None
         self._begun = 0
+        self.num_digests = 0
+        """Plans whose digest was compared."""
+        self._odd_digest: int | None = None
         self._needed: BlockCopy | None = None
         self._next_heartbeat = 0.0
         self._last_heard = clock()
@@ -337,6 +341,14 @@ class OracleExecutor:
         """The first half of a plan: state operations in their order; when the batch may start at the earliest."""
         plan = envelope.plan
         self._begun = plan.step_id
+        self._odd_digest = None
+        if plan.HasField("state_digest"):
+            self.num_digests += 1
+            digest = self.digest()
+            if digest is not None and digest != plan.state_digest:
+                self.violation(f"step {plan.step_id} expects lanes of digest {plan.state_digest:#x}, not {digest:#x}")
+                self._odd_digest = digest
+                return now
         for lane in unpack(plan.release_lanes):
             self._release(lane, plan.step_id)
         self._rewind(plan)
@@ -349,11 +361,24 @@ class OracleExecutor:
         is_timed = self.pace.copy_block_s is not None and self._needed is not None and self.waits_for_copies
         return max(now, self._needed.due) if is_timed and self._needed is not None else now
 
+    def digest(self) -> int | None:
+        """CRC-32 of all lanes (docs/wire.md); None while one is broken."""
+        if any(lane.is_broken for lane in self.lanes.values()):
+            return None
+        numbers: list[int] = []
+        for lane in sorted(self.lanes.values(), key=lambda lane: lane.lane):
+            numbers += [lane.lane, lane.generation, lane.position, len(lane.blocks), *lane.blocks]
+        return zlib.crc32(pack(numbers))
+
     def step(self, envelope: pb.ExecutorEnvelope) -> pb.StepResult:
         """The second half, behind `begin` or with it: the batch, and the result."""
         plan = envelope.plan
         if self._begun != plan.step_id:
             self.begin(envelope, self.clock())
+        if self._odd_digest is not None:
+            return pb.StepResult(
+                step_id=plan.step_id, status=pb.STEP_STATUS_FAILED, state_digest=self._odd_digest
+            )
         if self.waits_for_copies:
             self.copies.finish_through(self._needed)
         reply = self._batch(plan)
@@ -538,7 +563,6 @@ class OracleExecutor:
             num_tokens=pack(counts) if any(count != 1 for count in counts) else b"",
             row_errors=[pb.RowError(row=row, code=code) for row, code in reply.errors.items()],
             execute_us=round(self._step_time(plan) * 1e6),
-            num_mapped_blocks=len({block for lane in self.lanes.values() for block in lane.blocks}),
         )
 
     # For subclasses

@@ -93,6 +93,7 @@ class DirectRig:
         self._results: deque[tuple[int, pb.StepResult]] = deque()
         self._sent_seq = self._acked = 0
         self._told: set[int] = set()
+        self._digest: int | None = None
         self.attach()
 
     # The executor
@@ -101,6 +102,7 @@ class DirectRig:
         """A session on an executor that holds nothing; one that ran before is as killed."""
         self._results.clear()
         self._told.clear()
+        self._digest = None
         self._sent_seq += 1
         self._acked = self._sent_seq
         self.executor.new_session()
@@ -110,8 +112,10 @@ class DirectRig:
 
     def _run(self, plan: StepPlan) -> None:
         self.num_steps += 1
+        message = encode_plan(plan, self._digest)
+        self._digest = self.scheduler.state_digest()
         self.on_plan(plan)
-        envelope = pb.ExecutorEnvelope(plan=encode_plan(plan), ack=self._acked)
+        envelope = pb.ExecutorEnvelope(plan=message, ack=self._acked)
         self.executor.begin(envelope, self.now)
         result = self.executor.step(envelope)
         self._sent_seq += 1

@@ -89,7 +89,7 @@ def test_metrics_tell_what_happened() -> None:
         assert samples["pagemill_prompt_tokens_total", ("source", source)] == 0
     assert samples["pagemill_startup_seconds", ("phase", "ready")] == 0.5
     assert samples["pagemill_preemptions_total", ("action", "swap"), ("reason", "memory")] == 0
-    assert samples["pagemill_invariant_violations_total", ("kind", "mapped_blocks")] == 0
+    assert samples["pagemill_invariant_violations_total", ("kind", "state_digest")] == 0
     assert samples["pagemill_kv_evictions_total", ("tier", "device")] == 0
     assert samples["pagemill_swap_bytes_total", ("direction", "out")] == 0
     labels = (("executor", "oracle"), ("state", "free"), ("tier", "device"))

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import random
+import struct
+import zlib
 from typing import Any
 
 import numpy as np
@@ -255,8 +257,24 @@ def test_a_wrong_state_digest_fails_the_step_and_a_right_one_does_not() -> None:
     bench = Bench()
     bench.run(admit=[admit(0, [1, 2], [0])], row_lanes=column(0), row_num_tokens=column(2))
     right = bench.mirror.digest()
-    assert not bench.run(row_lanes=column(0), state_digest=right).failed
-    assert bench.run(row_lanes=column(0), state_digest=right).failed  # the position has moved on
+    outcome = bench.run(row_lanes=column(0), state_digest=right)
+    assert not outcome.failed
+    assert not encode_result(outcome).HasField("state_digest")
+    num_forwards = bench.runner.num_forwards
+    outcome = bench.run(row_lanes=column(0), state_digest=right)  # the position has moved on
+    assert outcome.failed
+    assert encode_result(outcome).state_digest == bench.mirror.digest() != right
+    assert bench.runner.num_forwards == num_forwards
+
+
+def test_the_digest_of_the_mirror_is_that_of_docs_wire() -> None:
+    bench = Bench()
+    assert bench.mirror.digest() == 0
+    lanes = {2: [5, 6, 7], 0: [3], 1: []}
+    for number, (lane, blocks) in enumerate(lanes.items()):
+        bench.run(admit=[admit(lane, [1] * (4 * len(blocks) + 1), blocks, generation=number + 5)])
+    numbers = [0, 6, 0, 1, 3, 1, 7, 0, 0, 2, 5, 0, 3, 5, 6, 7]
+    assert bench.mirror.digest() == zlib.crc32(struct.pack(f"<{len(numbers)}i", *numbers))
 
 
 # Sampling through the whole step

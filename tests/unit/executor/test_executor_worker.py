@@ -159,7 +159,10 @@ def test_a_newer_session_drops_lanes_and_an_older_epoch_is_ignored() -> None:
         scheduler.send_frame(old)
         result = scheduler.step(first_plan(1))  # the same lane and generation: the lane is free again
         assert ids_of(result.token_ids) == greedy_continuation(PROMPT, 1)
-        assert result.num_mapped_blocks == 4
+        odd = decode_plan(2)
+        odd.state_digest = 1
+        failed = scheduler.step(odd)
+        assert (failed.status, failed.HasField("state_digest")) == (pb.STEP_STATUS_FAILED, True)
         assert running.stale("stale_epoch") == 1
 
 

@@ -228,7 +228,7 @@ class RowError(_message.Message):
     def __init__(self, row: _Optional[int] = ..., code: _Optional[_Union[RowErrorCode, str]] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("step_id", "status", "token_ids", "num_tokens", "logprobs", "finished_copy_steps", "row_errors", "wait_us", "execute_us", "copy_us", "num_mapped_blocks")
+    __slots__ = ("step_id", "status", "token_ids", "num_tokens", "logprobs", "finished_copy_steps", "row_errors", "wait_us", "execute_us", "copy_us", "state_digest")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -239,7 +239,7 @@ class StepResult(_message.Message):
     WAIT_US_FIELD_NUMBER: _ClassVar[int]
     EXECUTE_US_FIELD_NUMBER: _ClassVar[int]
     COPY_US_FIELD_NUMBER: _ClassVar[int]
-    NUM_MAPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    STATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     status: StepStatus
     token_ids: bytes
@@ -250,8 +250,8 @@ class StepResult(_message.Message):
     wait_us: int
     execute_us: int
     copy_us: int
-    num_mapped_blocks: int
-    def __init__(self, step_id: _Optional[int] = ..., status: _Optional[_Union[StepStatus, str]] = ..., token_ids: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., finished_copy_steps: _Optional[_Iterable[int]] = ..., row_errors: _Optional[_Iterable[_Union[RowError, _Mapping]]] = ..., wait_us: _Optional[int] = ..., execute_us: _Optional[int] = ..., copy_us: _Optional[int] = ..., num_mapped_blocks: _Optional[int] = ...) -> None: ...
+    state_digest: int
+    def __init__(self, step_id: _Optional[int] = ..., status: _Optional[_Union[StepStatus, str]] = ..., token_ids: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., finished_copy_steps: _Optional[_Iterable[int]] = ..., row_errors: _Optional[_Iterable[_Union[RowError, _Mapping]]] = ..., wait_us: _Optional[int] = ..., execute_us: _Optional[int] = ..., copy_us: _Optional[int] = ..., state_digest: _Optional[int] = ...) -> None: ...
 
 class Nack(_message.Message):
     __slots__ = ("last_step_id",)
