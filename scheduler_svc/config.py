@@ -163,8 +163,8 @@ class SchedulerSettings(ServiceSettings):
         default=1_024,
         ge=1,
         le=1_000_000_000,
-        description="step plans between two checks of the block accounting; it is also checked when idle. Below 64: between "
-        "two comparisons with the executor's lanes, too",
+        description="step plans between two checks of the block accounting; it is also checked when idle. "
+        "Below 64: between two comparisons with the executor's lanes, too",
     )
     drain_timeout_s: float = Field(
         default=30.0, ge=0, le=86_400, description="seconds that running requests may take to finish after SIGTERM"

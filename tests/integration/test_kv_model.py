@@ -1,5 +1,6 @@
-"""The KV campaign on the demo model: float32, the sdpa backend, copies that are late, every block's checksum verified, the
-books checked and the executor's lanes compared with every plan.
+"""The KV campaign on the demo model: float32, the sdpa backend, copies that are late, every block's checksum verified.
+
+The books are checked, and the executor's lanes compared, with every plan.
 
 Scheduler, wire and executor as in production, in one process. Every fifth plan two running sequences are forced out.
 Ids must equal those of a run with a large pool in which nothing of the kind happens. `PAGEMILL_KV_MODEL_STREAMS=200`

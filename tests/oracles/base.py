@@ -376,9 +376,7 @@ class OracleExecutor:
         if self._begun != plan.step_id:
             self.begin(envelope, self.clock())
         if self._odd_digest is not None:
-            return pb.StepResult(
-                step_id=plan.step_id, status=pb.STEP_STATUS_FAILED, state_digest=self._odd_digest
-            )
+            return pb.StepResult(step_id=plan.step_id, status=pb.STEP_STATUS_FAILED, state_digest=self._odd_digest)
         if self.waits_for_copies:
             self.copies.finish_through(self._needed)
         reply = self._batch(plan)
