@@ -208,6 +208,7 @@ def main() -> int:
         ("1,024 running, steady decode", 1024, 0, 20_000),
         ("256 running, 10,000 queued, steady", 256, 10_000, 20_000),
         ("256 running, 10,000 queued, streams of 64 tokens come and go", 256, 10_000, 64),
+        ("1,024 running, 10,000 queued, steady", 1024, 10_000, 20_000),
     ):
         name, running, queued, max_tokens = case
         found.append(measure(name, args.steps, running, queued, max_tokens))

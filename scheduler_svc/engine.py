@@ -3,7 +3,8 @@
 One round (`step`): results of the executor, messages of the gateways, deadlines, the next plans, what the gateways are
 owed, then timers. With two plans allowed in flight, plan N+1 leaves in the round in which result N-1 came, before
 result N: scheduling and the wire are hidden behind execution. Between rounds without work it sleeps until a frame, a
-signal or the next timer.
+signal or the next timer. Where a round has read a large message its plans wait for the next one: taking a prompt of
+100,000 tokens in is work of milliseconds, so is admitting it, and between the two others get what they are owed.
 
 One thread. Everything it needs is handed in: links, clock, and how to wait.
 """
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 
 FRAMES_PER_ROUND = 64
 """Frames read from one side in one round, so that a flood from one cannot keep the other waiting."""
+LARGE_FRAME = 65_536
+"""Bytes, a prompt of 16,000 tokens: the last frame of a round."""
 BACKLOG_RETRY_S = 0.005
 """A full link says nothing when it has room again, so it is tried this often."""
 MAX_REPLACED, REPLACED_WITHIN_S = 3, 60.0
@@ -101,6 +104,8 @@ class Engine:
             most_s=config.hello_timeout_s,
             retry_after_ms=_UNKNOWN_RETRY_MS,
         )
+        self._is_postponed = False
+        """Whether this round leaves its plans to the next one."""
         self._announced: tuple[object, ...] = ()
         self._num_stops = 0
         self._drain_until = 0.0
@@ -135,11 +140,12 @@ class Engine:
     def step(self) -> bool:
         """One round; whether anything happened, so that another one may find more."""
         now = self._clock()
-        num_results = self._read(self._executor_hub, self.executors.handle, now)
-        num_messages = self._read(self._gateway_hub, self.gateways.handle, now)
-        sent = self._advance(now)
+        num_results, _ = self._read(self._executor_hub, self.executors.handle, now)
+        num_messages, is_long = self._read(self._gateway_hub, self.gateways.handle, now)
+        self._is_postponed = is_long and not self._is_postponed  # never twice in a row
+        sent = False if self._is_postponed else self._advance(now)
         try:
-            self._keep_up(now, sent, all_read=max(num_results, num_messages) < FRAMES_PER_ROUND)
+            self._keep_up(now, sent, all_read=not is_long and max(num_results, num_messages) < FRAMES_PER_ROUND)
         except Exception:
             self._contain("round", now, is_core=True)
             if self._num_stops > 1:  # hurried: nothing may keep the process any more
@@ -160,18 +166,20 @@ class Engine:
         self._announce()
         self.gateways.flush(now)
 
-    def _read(self, hub: HubLink, handle: Callable[..., None], now: float) -> int:
-        """Handle what has come; how many frames that was, at most `FRAMES_PER_ROUND`."""
+    def _read(self, hub: HubLink, handle: Callable[..., None], now: float) -> tuple[int, bool]:
+        """Handle what has come, up to a round's worth; how many frames that was, and whether the last was a large one."""
         for count in range(FRAMES_PER_ROUND):
             item = hub.recv()
             if item is None:
-                return count
+                return count, False
             try:
                 handle(*item, now)
             except Exception:
                 executor = self.executors.session
                 self._contain("message", now, is_core=executor is not None and executor.peer == item[0])
-        return FRAMES_PER_ROUND
+            if len(item[1]) >= LARGE_FRAME:
+                return count + 1, True
+        return FRAMES_PER_ROUND, False
 
     def _advance(self, now: float) -> bool:
         """Deadlines, then plans; whether a plan was sent."""

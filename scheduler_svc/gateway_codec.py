@@ -77,7 +77,8 @@ def _stop_ids(message: sampling_pb2.Sampling, vocab_size: int | None) -> frozens
 
 def _ids(data: bytes, name: str, vocab_size: int | None) -> list[int]:
     ids = column(data, name)
-    if ids and (min(ids) < 0 or (vocab_size is not None and max(ids) >= vocab_size)):
+    has_negative = not data[3::4].isascii()  # by the sign bits: a prompt may be long, and min() reads it once more
+    if ids and (has_negative or (vocab_size is not None and max(ids) >= vocab_size)):
         raise WireError(f"Got an id in {name} outside the vocabulary of {vocab_size}")
     return ids
 

@@ -13,7 +13,9 @@ from pagemill.engine.v1 import frontend_pb2 as fe
 from scheduler_svc import gateway_port, plan_flow
 from scheduler_svc.config import EngineConfig
 from scheduler_svc.core.params import SchedulerConfig
+from scheduler_svc.engine import LARGE_FRAME
 from tests.integration.test_engine import assert_oracle
+from tests.oracles.base import Geometry
 from tests.oracles.chain import ChainExecutor
 from tests.oracles.rig import LockstepRig
 from tests.oracles.scripted import ScriptedExecutor
@@ -151,4 +153,33 @@ def test_stream_number_that_is_taken_or_impossible_is_refused_and_the_first_goes
     rig.finish()
     assert_oracle(record)
     assert record.num_accepted == 1
+    rig.assert_clean()
+
+
+def test_a_large_message_leaves_the_plans_to_the_next_round_but_never_twice_in_a_row() -> None:
+    """So taking a long prompt in and admitting it are two pauses for the others, and a flood of them is no standstill."""
+    rig = LockstepRig()
+    executor = rig.add_executor(ChainExecutor, Geometry(num_blocks=4_000, max_model_len=20_000))
+    gateway = rig.add_gateway()
+    first = gateway.submit([1], max_tokens=1_000)
+    rig.until(lambda: len(first.ids) > 3)
+    gateway.submit([5] * (LARGE_FRAME // 4))
+    stats = rig.engine.core.stats
+    rig.engine.step()
+    assert (stats().queue_requests, stats().running) == (1, 1)
+    rig.engine.step()
+    assert (stats().queue_requests, stats().running) == (0, 2)
+
+    plans_of_rounds = []
+    for number in range(12):
+        gateway.submit([number + 6] * (LARGE_FRAME // 4))
+    while stats().queue_requests + stats().running < 14:
+        before = rig.engine.counters.plans_sent
+        rig.engine.step()
+        plans_of_rounds.append(rig.engine.counters.plans_sent - before)
+        executor.poll()
+        gateway.poll()
+    assert len(plans_of_rounds) == 12
+    assert plans_of_rounds.count(0) <= 6
+    rig.finish()
     rig.assert_clean()

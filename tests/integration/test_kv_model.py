@@ -2,9 +2,9 @@
 
 The books are checked, and the executor's lanes compared, with every plan.
 
-Scheduler, wire and executor as in production, in one process. Every fifth plan two running sequences are forced out.
-Ids must equal those of a run with a large pool in which nothing of the kind happens. `PAGEMILL_KV_MODEL_STREAMS=200`
-makes it the whole campaign.
+Scheduler, wire and executor as in production, in one process. Every fifth plan two running sequences are forced out,
+and one stream in eight is cancelled at some token. Ids must equal those of a run with a large pool in which nothing of
+the kind happens. `PAGEMILL_KV_MODEL_STREAMS=200` makes it the whole campaign, `PAGEMILL_KV_MODEL_SEEDS` repeats it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from executor_svc.metrics import ExecutorMetrics
 from executor_svc.runner import PagedRunner, load
 from executor_svc.startup import prepare
 from executor_svc.worker import Exit, Worker
+from pagemill.engine.v1 import frontend_pb2 as fe
 from pagemill.zmq_links import new_identity
 from scheduler_svc.config import EngineConfig
 from scheduler_svc.core.params import HostCache, SchedulerConfig
@@ -35,6 +36,8 @@ from tests.oracles.gateway import StreamRecord
 from tests.oracles.rig import LiveRig
 
 NUM_STREAMS = int(os.environ.get("PAGEMILL_KV_MODEL_STREAMS", "12"))
+NUM_SEEDS = int(os.environ.get("PAGEMILL_KV_MODEL_SEEDS", "1"))
+NUM_OUTPUTS = 16
 NUM_SEATS = 8
 NEED = NUM_SEATS * 6
 """Blocks that as many streams as have seats use when they are at their longest."""
@@ -87,8 +90,18 @@ def run(
     thread.start()
     try:
         gateway = rig.add_gateway(fingerprint=ready.hello.model_fingerprint)
-        records = [gateway.submit(prompt, max_tokens=16, temperature=0.0) for prompt in make_prompts()]
-        rig.until(lambda: all(record.is_over for record in records), gateway, limit_s=1500.0)
+        records = [gateway.submit(prompt, max_tokens=NUM_OUTPUTS, temperature=0.0) for prompt in make_prompts()]
+        doomed = [] if rng is None else [(record, rng.randrange(NUM_OUTPUTS - 6)) for record in records[::8]]
+
+        def are_over() -> bool:
+            for record, num_tokens in list(doomed):
+                if len(record.ids) >= num_tokens:
+                    doomed.remove((record, num_tokens))
+                    if not record.is_over:
+                        gateway.cancel(record.stream)
+            return all(record.is_over for record in records)
+
+        rig.until(are_over, gateway, limit_s=1500.0)
         stats = rig.engine.core.stats()
     finally:
         worker.stop()
@@ -110,8 +123,9 @@ def undisturbed(demo_model: Path, runner: PagedRunner) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_forced_swaps_change_no_id_of_the_demo_model(
-    demo_model: Path, runner: PagedRunner, prefix_cache: bool, undisturbed: list[list[int]]
+@pytest.mark.parametrize("seed", range(7, 7 + NUM_SEEDS))
+def test_forced_swaps_and_aborts_change_no_id_of_the_demo_model(
+    demo_model: Path, runner: PagedRunner, seed: int, prefix_cache: bool, undisturbed: list[list[int]]
 ) -> None:
     settings = ExecutorSettings(
         model=demo_model,
@@ -122,8 +136,16 @@ def test_forced_swaps_change_no_id_of_the_demo_model(
         verify_copies=True,
     )
     config = replace(CONFIG, prefix_cache=prefix_cache, host_cache=HostCache.WRITE_THROUGH)
-    records, stats = run(runner, settings, config, random.Random(7))
-    assert [record.ids for record in records] == undisturbed
+    records, stats = run(runner, settings, config, random.Random(seed))
+    num_aborted = 0
+    for record, expected in zip(records, undisturbed, strict=True):
+        assert record.ended is not None
+        if record.ended.reason == fe.END_REASON_CANCELLED:
+            num_aborted += 1
+            assert record.ids == expected[: len(record.ids)]
+        else:
+            assert record.ids == expected
+    assert 1 <= num_aborted <= -(-NUM_STREAMS // 8)
     assert stats.swapped_out_blocks_total > 20
     if not prefix_cache:
         assert stats.swapped_in_blocks_total > 20
