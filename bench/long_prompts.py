@@ -111,7 +111,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     gaps: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
     with service(args.step_ms / 1e3, args.tokens) as gateway:
         known = make_prompt(random.Random(1), args.tokens)
-        wait_until(gateway, lambda record=gateway.submit(known, max_tokens=1): record.is_over)
+        first = gateway.submit(known, max_tokens=1)
+        wait_until(gateway, lambda: first.is_over)
         long_run = min(args.tokens, 90_000)
         streams = [gateway.submit([number + 1], max_tokens=long_run) for number in range(args.streams)]
         wait_until(gateway, lambda: all(len(record.ids) > 5 for record in streams))

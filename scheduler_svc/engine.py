@@ -167,7 +167,7 @@ class Engine:
         self.gateways.flush(now)
 
     def _read(self, hub: HubLink, handle: Callable[..., None], now: float) -> tuple[int, bool]:
-        """Handle what has come, up to a round's worth; how many frames that was, and whether the last was a large one."""
+        """Handle what has come, up to a round's worth; how many frames, and whether the last was a large one."""
         for count in range(FRAMES_PER_ROUND):
             item = hub.recv()
             if item is None:

@@ -157,7 +157,7 @@ def test_stream_number_that_is_taken_or_impossible_is_refused_and_the_first_goes
 
 
 def test_a_large_message_leaves_the_plans_to_the_next_round_but_never_twice_in_a_row() -> None:
-    """So taking a long prompt in and admitting it are two pauses for the others, and a flood of them is no standstill."""
+    """So taking a long prompt in and admitting it are two pauses for others, and a flood of them is no standstill."""
     rig = LockstepRig()
     executor = rig.add_executor(ChainExecutor, Geometry(num_blocks=4_000, max_model_len=20_000))
     gateway = rig.add_gateway()
