@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -189,10 +190,10 @@ def test_lanes_that_differ_are_counted_and_healed_by_a_new_session(what: str) ->
     submit_many(gateway, 40, random.Random(4))
     rig.until(lambda: executor.num_digests == 2)
     lane = next(iter(executor.lanes.values()))
-    digest = executor.digest
+    digest: Callable[[], int | None] = executor.digest
 
     def digest_of_others() -> int | None:
-        executor.digest = digest  # type: ignore[method-assign]
+        executor.digest = digest
         wrong = {
             "block": {"blocks": [*lane.blocks[:-1], lane.blocks[-1] ^ 1]},
             "generation": {"generation": lane.generation + 1},
@@ -205,7 +206,7 @@ def test_lanes_that_differ_are_counted_and_healed_by_a_new_session(what: str) ->
         finally:
             executor.lanes = lanes
 
-    executor.digest = digest_of_others  # type: ignore[method-assign]
+    executor.digest = digest_of_others
     rig.until(lambda: executor.num_sessions == 2)
     assert executor.violations.pop().startswith("step ")
     rig.finish()
