@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 # More arguments for every `pip install`, such as a find-links folder with a CPU build of torch.
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+# Processes that share the tests, a file at a time; tests wait for processes and builds as often as they compute.
+TEST_WORKERS ?= 2
 # The same for `make lock`; by default the folder that pip's own variable names.
 UV_ARGS ?= $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 
@@ -43,7 +45,7 @@ serve: $(RUN) ## start the whole service and keep it until Ctrl-C
 	$(BIN)/pagemill serve --model demo
 
 test: $(DEV) ## all tests; those that need Docker are skipped, with the reason, where no engine answers
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 profile: $(DEV) ## where a step's time goes, as a table and as flame graphs in build/profile
 	@mkdir -p build/profile
