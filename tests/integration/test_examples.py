@@ -38,6 +38,8 @@ from tests.oracles.scripted import Script, ScriptedExecutor
 from tests.unit.gateway.tiny_tokenizer import EOS
 
 ROOT = Path(__file__).resolve().parents[2]
+GO_PACKAGES = Path("/usr/share/gocode/src")
+BUILD_LIMIT_S = 100.0
 INSTALL_LIMIT_S = 40.0
 RUN_LIMIT_S = 20.0
 
@@ -61,10 +63,28 @@ def environment(**more: str) -> dict[str, str]:
     return kept | more
 
 
+def in_go(code: str) -> str:
+    return "Canceled" if code == "CANCELLED" else code.title().replace("_", "")
+
+
 def need(*commands: str) -> None:
     missing = [command for command in commands if shutil.which(command) is None]
     if missing:
         pytest.skip(f"not on PATH: {', '.join(missing)}")
+
+
+def build(folder: Path, *command: str) -> None:
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=BUILD_LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
 
 
 def node(folder: Path) -> Example:
@@ -80,7 +100,17 @@ def node(folder: Path) -> Example:
     return Example(("node", str(folder / "chat.js")))
 
 
-@pytest.fixture(scope="module", params=[node], ids=lambda language: language.__name__)
+def go(folder: Path) -> Example:
+    need("make", "go", "protoc", "protoc-gen-go", "protoc-gen-go-grpc")
+    packages = ("google.golang.org/grpc", "google.golang.org/genproto", "google.golang.org/protobuf")
+    missing = [name for name in packages if not (GO_PACKAGES / name).is_dir()]
+    if missing:
+        pytest.skip(f"not in {GO_PACKAGES}: {', '.join(missing)}")
+    build(folder, "make")
+    return Example((str(folder / "build/chat"),), in_go)
+
+
+@pytest.fixture(scope="module", params=[node, go], ids=lambda language: language.__name__)
 def example(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Example:
     """The example, built in a copy of the tree, so that nothing is left here and nothing left here is used."""
     language: Callable[[Path], Example] = request.param
