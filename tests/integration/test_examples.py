@@ -110,7 +110,16 @@ def go(folder: Path) -> Example:
     return Example((str(folder / "build/chat"),), in_go)
 
 
-@pytest.fixture(scope="module", params=[node, go], ids=lambda language: language.__name__)
+def cpp(folder: Path) -> Example:
+    need("cmake", "g++", "protoc", "grpc_cpp_plugin", "pkg-config")
+    if subprocess.run(["pkg-config", "--exists", "grpc++", "protobuf"], check=False, timeout=20).returncode:
+        pytest.skip("pkg-config finds no grpc++ or no protobuf")
+    build(folder, "cmake", "-B", "build")
+    build(folder, "cmake", "--build", "build", "--parallel", "2")
+    return Example((str(folder / "build/chat"),))
+
+
+@pytest.fixture(scope="module", params=[node, go, cpp], ids=lambda language: language.__name__)
 def example(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Example:
     """The example, built in a copy of the tree, so that nothing is left here and nothing left here is used."""
     language: Callable[[Path], Example] = request.param
