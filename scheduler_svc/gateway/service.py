@@ -125,6 +125,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def _encode(self, request: pb.GenerateRequest) -> list[int]:
         kind = request.WhichOneof("prompt")
         if kind == "token_ids":
+            # First the length: as a list of Python's, ids take up to twenty times what they do in the message.
+            validation.room_behind(len(request.token_ids.ids), self.limits().max_model_len)
             return list(request.token_ids.ids)
         ids = await (self._prompts.text(request.text) if kind == "text" else self._prompts.chat(request.chat))
         if not ids:

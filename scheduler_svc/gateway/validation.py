@@ -258,8 +258,8 @@ def check_token_ids(token_ids: Sequence[int], limits: ModelLimits) -> None:
         raise invalid("token_ids", f"ids must be below {limits.vocab_size}")
 
 
-def resolve_max_tokens(generation: Generation, num_prompt_tokens: int, max_model_len: int) -> int:
-    """Most output tokens; at least 1. Raises CONTEXT_LENGTH_EXCEEDED when there is no room for one."""
+def room_behind(num_prompt_tokens: int, max_model_len: int) -> int:
+    """Tokens that the context leaves to an output; at least 1. Raises CONTEXT_LENGTH_EXCEEDED when there is none."""
     room = max_model_len - num_prompt_tokens
     if room < 1:
         raise PagemillError(
@@ -267,6 +267,12 @@ def resolve_max_tokens(generation: Generation, num_prompt_tokens: int, max_model
             f"the prompt has {num_prompt_tokens} tokens; the context limit is {max_model_len} for prompt and output"
             f" together, so at most {max_model_len - 1} fit",
         )
+    return room
+
+
+def resolve_max_tokens(generation: Generation, num_prompt_tokens: int, max_model_len: int) -> int:
+    """Most output tokens; at least 1. Raises as `room_behind`."""
+    room = room_behind(num_prompt_tokens, max_model_len)
     return room if generation.max_tokens is None else min(generation.max_tokens, room)
 
 

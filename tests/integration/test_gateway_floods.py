@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import resource
 import time
+import tracemalloc
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 from pydantic import ValidationError
 
@@ -40,6 +43,77 @@ async def accept_only(stream: FakeStream) -> None:
     stream.accept()
     await stream.cancelled.wait()
     stream.end(wire.END_REASON_CANCELLED)
+
+
+# ---- one request that is too much ----
+
+MESSAGE = 8_000_000
+"""Bytes of the largest messages here; the transport takes a few more."""
+
+
+def many(field: str, count: int) -> pb.GenerateRequest:
+    """A request with that many entries in the list `field`."""
+    made = pb.GenerateRequest(text="x")
+    if field == "token_ids.ids":
+        made.token_ids.ids.extend([258] * count)
+    elif field == "chat.messages":
+        made.chat.MergeFromString(b"\x0a\x00" * count)
+    elif field == "sampling.logit_bias":
+        made.sampling.logit_bias.update(dict.fromkeys(range(count), 1.0))
+    else:
+        group, name = field.split(".")
+        numbers = field.endswith("_ids")
+        getattr(getattr(made, group), name).extend([258 if numbers else "a"] * count)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("field", "count"),
+    [
+        ("token_ids.ids", MESSAGE // 2),
+        ("chat.messages", MESSAGE // 2),
+        ("sampling.logit_bias", MESSAGE // 12),
+        ("sampling.allowed_token_ids", MESSAGE // 2),
+        ("sampling.bad_words", MESSAGE // 3),
+        ("stopping.stop", MESSAGE // 3),
+        ("stopping.stop_token_ids", MESSAGE // 2),
+    ],
+)
+async def test_b12_a_list_that_is_too_long_is_refused_before_it_is_copied(field: str, count: int) -> None:
+    async with running_gateway() as rig:
+        await rig.probe()
+        body = many(field, count).SerializeToString()
+        assert len(body) > MESSAGE // 2
+        assert await _memory_of_a_refusal(rig.channel, body) < 3 * MESSAGE  # it travels within this process as well
+        assert len(rig.scheduler.submits) == 1  # the probe's
+        await rig.probe()
+
+
+@pytest.mark.parametrize("count", [10**9, 2**32 - 1])
+@pytest.mark.parametrize("name", ["n", "logprobs", "prompt_logprobs"])
+async def test_b12_b13_a_count_that_is_too_large_costs_nothing(name: str, count: int) -> None:
+    async with running_gateway() as rig:
+        await rig.probe()
+        made = pb.GenerateRequest(text="x" * 100)
+        setattr(made.output, name, count)
+        assert await _memory_of_a_refusal(rig.channel, made.SerializeToString()) < 2**20
+        await rig.probe()
+
+
+async def _memory_of_a_refusal(channel: Any, body: bytes) -> int:
+    """Bytes that this process held at most, beyond what it held before, until the call was refused."""
+    send = channel.unary_stream(GENERATE)
+    tracemalloc.start()
+    try:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await send(body, timeout=60).read()
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+# ---- many requests ----
 
 
 async def load_generator(port: int, num_calls: int) -> list[RawConnection]:
