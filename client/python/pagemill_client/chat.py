@@ -54,7 +54,11 @@ def _talk(client: Client, settings: ChatSettings) -> int:
 def _turn(client: Client, settings: ChatSettings, history: list[Message], line: str) -> list[Message]:
     """The history after one more turn; unchanged when there was no answer."""
     asked = [*history, Message("user", line)]
-    stream = client.chat(asked, **sampling_options(settings))
+    try:
+        stream = client.chat(asked, **sampling_options(settings))
+    except UnicodeError as error:  # nothing was sent
+        err(f"\n{describe(error, settings.target)}")
+        return history
     try:
         answer = stream_answer(stream, stats=settings.stats)
     except KeyboardInterrupt:

@@ -50,6 +50,8 @@ def describe(error: Exception, target: str) -> str:
         return f"no service answers at {target} (start one with: pagemill serve --model DIR_OR_GGUF)"
     if isinstance(error, PagemillError) and error.retry_after_s is not None:
         return f"{error} (try again in {error.retry_after_s:.1f} s)"
+    if isinstance(error, UnicodeError):
+        return "the text is not valid UTF-8"
     return str(error)
 
 

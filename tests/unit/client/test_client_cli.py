@@ -141,6 +141,25 @@ async def test_a_failed_turn_is_forgotten(gateway: FakeGateway, monkeypatch: pyt
     assert [[m.content for m in request.chat.messages] for request in gateway.requests] == [["one"], ["two"]]
 
 
+async def test_b29_a_turn_that_is_no_utf8_is_forgotten(
+    gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A terminal's bytes that are not UTF-8 may come as unpaired surrogates."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\nb\udcff\ntwo\n"))
+    assert await pagemill("chat", "--max-tokens", "3", "--target", gateway.target) == 0
+    turns = [[m.content for m in request.chat.messages] for request in gateway.requests]
+    assert turns == [["one"], ["one", "abc", "two"]]
+    assert "the text is not valid UTF-8" in capsys.readouterr().err
+
+
+async def test_b29_a_prompt_that_is_no_utf8_ends_with_one_clear_line(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await pagemill("generate", "a\udcff", "--target", gateway.target) == 1
+    assert capsys.readouterr().err == "pagemill generate: the text is not valid UTF-8\n"
+    assert gateway.requests == []
+
+
 async def test_control_characters_of_an_answer_do_not_reach_the_terminal(
     gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
 ) -> None:
