@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import threading
 import time
 import tracemalloc
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from pagemill.v1 import inference_pb2 as pb
 from pagemill.v1 import inference_pb2_grpc
 from scheduler_svc.gateway import server
 from scheduler_svc.gateway.config import GatewaySettings
+from scheduler_svc.gateway.tokenizer import TextTokenizer
 from tests.integration.gateway_fixture import FakeStream, collect, connect, emit, running_gateway, until
 from tests.integration.raw_http2 import (
     REFUSED_STREAM,
@@ -27,6 +30,7 @@ from tests.integration.raw_http2 import (
     call,
     reset,
 )
+from tests.unit.gateway.tiny_tokenizer import byte_level_tokenizer
 
 GENERATE = "/pagemill.v1.InferenceService/Generate"
 NUM_CLIENTS = 2048
@@ -111,6 +115,46 @@ async def _memory_of_a_refusal(channel: Any, body: bytes) -> int:
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+
+
+class SlowTokenizer(TextTokenizer):
+    """Takes long texts only when the gate opens; `starved` if nobody opened it."""
+
+    def __init__(self) -> None:
+        super().__init__(byte_level_tokenizer())
+        self.gate, self.entered, self.starved = threading.Event(), threading.Event(), False
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self._wait(text)
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+    def encode_chat(self, text: str, control_spans: Sequence[tuple[int, int]]) -> list[int]:
+        self._wait(text)
+        return super().encode_chat(text, control_spans)
+
+    def _wait(self, text: str) -> None:
+        if len(text) > 50:
+            self.entered.set()
+            self.starved = not self.gate.wait(10)
+
+
+@pytest.mark.parametrize("kind", ["text", "chat"])
+async def test_b33_short_requests_go_on_while_a_long_text_is_tokenised(kind: str) -> None:
+    tokenizer = SlowTokenizer()
+    async with running_gateway(tokenizer=tokenizer) as rig:
+        made = pb.GenerateRequest(text="a" * 100, stopping=pb.StoppingParams(max_tokens=2))
+        if kind == "chat":
+            made.chat.messages.add(role="user", content="a" * 100)
+        rig.scheduler.script = emit([*b"ok"])
+        long = asyncio.create_task(rig.generate(made))
+        await until(tokenizer.entered.is_set)
+        for _ in range(20):
+            await rig.probe_beside()
+        assert not long.done()
+        tokenizer.gate.set()
+        assert (await long).text == "ok"
+        assert not tokenizer.starved
+        await rig.probe()
 
 
 # ---- many requests ----

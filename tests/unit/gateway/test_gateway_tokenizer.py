@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -192,13 +193,32 @@ async def test_b33_the_byte_cap_comes_first(text: str) -> None:
     pool.close()
 
 
-async def test_b33_the_event_loop_runs_while_a_long_text_is_encoded() -> None:
-    pool = TokenizerPool(TextTokenizer(byte_level_tokenizer()), 10_000_000)
-    task = asyncio.create_task(pool.encode("a" * 1_000_000, field="text"))
+def _long_text(kind: str, size: int) -> str:
+    letters = random.Random(33).choices("abcdefghijklmnopqrstuvwxyz", k=size)
+    return {"one letter": "a" * size, "spaces": " " * size}.get(kind) or "".join(letters)
+
+
+LONG_TEXTS = pytest.mark.parametrize("kind", ["one letter", "spaces", "letters without a space"])
+
+
+@LONG_TEXTS
+async def test_b33_the_event_loop_runs_while_a_long_text_is_encoded(kind: str) -> None:
+    text = _long_text(kind, 300_000)
+    pool = TokenizerPool(TextTokenizer(byte_level_tokenizer()), len(text))
+    task = asyncio.create_task(pool.encode(text, field="text"))
     turns = 0
     while not task.done():
         await asyncio.sleep(0)
         turns += 1
-    assert len(await task) == 1_000_000
+    assert await task == [*text.encode()]
     assert turns > 10
     pool.close()
+
+
+@pytest.mark.model
+@LONG_TEXTS
+def test_b33_the_demo_models_tokenizer_takes_a_million_characters(kind: str) -> None:
+    """Where the time grew with the square of the length, this would not end within the test's."""
+    _, ours = demo()
+    text = _long_text(kind, 1_000_000)
+    assert ours.decode(ours.encode(text)) == text
