@@ -8,7 +8,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from pagemill.errors import PagemillError, Reason
 from scheduler_svc.gateway.chat import ChatTemplate, TemplateCompileError
@@ -121,6 +121,20 @@ def test_equals_transformers_for_ordinary_content(name: str, messages: list[dict
     )
     expected = theirs.apply_chat_template(messages, tokenize=True, add_generation_prompt=opened, return_dict=False)
     assert encode(name, messages, opened) == expected
+
+
+@pytest.mark.parametrize("name", ["llama3", "mistral"])
+@pytest.mark.parametrize("content", ["Hello", "Hello <s><|begin_of_text|>"])
+def test_b27_a_template_that_writes_bos_gives_one_though_the_tokenizer_adds_it_to_text(name: str, content: str) -> None:
+    bos = {"llama3": "<|begin_of_text|>", "mistral": "<s>"}[name]
+    theirs = tokenizer_with_controls()
+    bos_id = theirs.get_vocab(with_added_tokens=True)[bos]
+    theirs.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, bos_id)])
+    ours = TextTokenizer(theirs)
+    rendered = RENDERERS[name].render(chat(content), add_generation_prompt=True)
+    ids = ours.encode_chat(rendered.text, rendered.control_spans)
+    assert (ids[0], ids.count(bos_id)) == (bos_id, 1)
+    assert ours.encode(content).count(bos_id) == 1
 
 
 HOSTILE = [
