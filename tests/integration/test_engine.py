@@ -212,6 +212,25 @@ def test_one_gateway_dying_costs_only_its_own_streams() -> None:
     rig.assert_clean()
 
 
+def test_b16_streams_of_two_gateways_may_have_one_name_and_one_number() -> None:
+    rig = LockstepRig()
+    rig.add_executor(KvExecutor, SMALL_POOL)
+    records = []
+    for i, gateway in enumerate([rig.add_gateway("one"), rig.add_gateway("two")]):
+        for prompt in ([i, 1, 2], [i, 3, 4]):
+            name = {"client_request_id": "everybody's"}
+            records.append(gateway.submit(prompt, max_tokens=20, overrides=name))
+    rig.until(lambda: all(record.ids for record in records))
+    rig.gateways[0].cancel(1)
+    rig.finish()
+    cancelled, *others = records
+    assert cancelled.ended is not None
+    assert cancelled.ended.reason == fe.END_REASON_CANCELLED
+    for record in others:
+        assert_oracle(record)
+    rig.assert_clean()
+
+
 def test_silent_gateway_loses_its_streams_and_may_resubmit() -> None:
     rig = LockstepRig()
     rig.add_executor(KvExecutor)
