@@ -47,7 +47,9 @@ class StreamFolder:
 
     def __init__(self, request: pb.GenerateRequest) -> None:
         output = request.output
-        self._outputs = [_Parts() for _ in range(max(1, output.n))]
+        self._num_outputs = max(1, output.n)
+        self._outputs: list[_Parts] = []
+        """Made when the request is accepted: until then nobody has said that so many can be had."""
         self._has_ids = output.return_token_ids if output.HasField("return_token_ids") else True
         self.accepted: Accepted | None = None
 
@@ -83,12 +85,13 @@ class StreamFolder:
 
     def text(self, output_index: int = 0) -> str:
         """Text of one output so far."""
-        return "".join(self._outputs[output_index].texts)
+        return "" if self.accepted is None else "".join(self._outputs[output_index].texts)
 
     def _accept(self, accepted: pb.Accepted) -> Accepted:
         if self.accepted is not None:
             raise ProtocolError("a second Accepted")
         self.accepted = Accepted(accepted.request_id, accepted.num_prompt_tokens, accepted.seed, accepted.model)
+        self._outputs = [_Parts() for _ in range(self._num_outputs)]
         return self.accepted
 
     def _open_output(self, index: int) -> _Parts:

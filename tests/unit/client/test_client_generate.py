@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import tracemalloc
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -115,6 +116,23 @@ async def test_an_unknown_option_is_refused_before_sending(gateway: FakeGateway)
         with pytest.raises(TypeError, match="temprature"):
             client.generate("x", temprature=1)  # type: ignore[call-arg]
     assert gateway.requests == []
+
+
+@both
+async def test_b12_many_outputs_cost_nothing_before_the_server_has_agreed_to_them(
+    gateway: FakeGateway, run: Run
+) -> None:
+    async def refuses(request: pb.GenerateRequest, context: Any, attempt: int) -> None:
+        await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "INVALID_PARAMETER")
+
+    gateway.script = refuses
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequestError):
+            await run(gateway.target, n=200_000)
+        assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
+    finally:
+        tracemalloc.stop()
 
 
 @both
