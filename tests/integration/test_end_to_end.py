@@ -10,6 +10,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -105,6 +106,67 @@ async def test_a_request_is_cancelled_by_another_call(service: ServeProcess) -> 
         assert generation.finished.reason is FinishReason.CANCELLED
         assert len(generation.token_ids) < 1000
         assert not await client.cancel("on-and-on")
+
+
+BEYOND = 1_000_000
+"""Larger than the vocabulary."""
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    *(("sampling.logit_bias", {"logit_bias": {key: 1.0}}) for key in (1, BEYOND, BEYOND + 1000, 2**32 - 1)),
+    *(("token_ids.ids", {"prompt": ids}) for ids in ([BEYOND], [], [2**32 - 1])),
+    *(("sampling.temperature", {"temperature": value}) for value in (-1.0, float("nan"), float("inf"))),
+    *(("sampling.top_p", {"top_p": value}) for value in (0.0, 1.5)),
+    *(("sampling.repetition_penalty", {"repetition_penalty": value}) for value in (0.0, -1.0, 1e-38, 1.1)),
+    ("sampling.frequency_penalty", {"frequency_penalty": 2.0}),
+    ("sampling.presence_penalty", {"presence_penalty": 2.0}),
+    ("stopping.max_tokens", {"max_tokens": 0, "echo": True, "logprobs": 1}),
+    *(("output.n", {"n": n}) for n in (0, 2, 10**9)),
+    *(("output.logprobs", {"logprobs": value}) for value in (1, BEYOND)),
+    *(("output.prompt_logprobs", {"prompt_logprobs": value}) for value in (1, 2**32 - 1)),
+    *(("stopping.stop", {"stop": stop}) for stop in ([""], ["x"] * 10_000)),
+    ("text", {"prompt": ""}),
+]
+"""The field that a refusal names, and what is asked for."""
+GREEDY: list[dict[str, Any]] = [
+    *({"temperature": value} for value in (1e-45, 1e-4)),
+    *({"top_p": value} for value in (1e-9, 1e-4)),
+    *({"top_k": 1}, {"min_p": 1.0}),
+]
+
+
+async def test_inputs_that_broke_other_systems_leave_it_as_it_was(service: ServeProcess) -> None:
+    """All of them, one after the other; then the same probe gives the same ids, from the same processes."""
+    modules = ("executor_svc", "scheduler_svc", "scheduler_svc.gateway")
+    pids = [service.pid_of(module) for module in modules]
+    async with AsyncClient(service.target) as client:
+        expected = (await greedy(client, PROMPTS[0], 4)).token_ids
+        for field, bad in REFUSED:
+            options: dict[str, Any] = {"prompt": PROMPTS[0], "temperature": 0.0, "max_tokens": 4, **bad}
+            with pytest.raises(InvalidRequestError) as caught:
+                await client.generate(**options).collect()
+            assert caught.value.reason in ("INVALID_PARAMETER", "UNSUPPORTED_FEATURE"), bad
+            assert caught.value.violations[0].field.startswith(field), bad
+        assert (await greedy(client, PROMPTS[0], 4)).token_ids == expected
+    assert [service.pid_of(module) for module in modules] == pids
+    assert service.count("Traceback") == 0
+
+
+async def test_b07_b08_the_narrowest_choice_is_the_greedy_one(service: ServeProcess) -> None:
+    async with AsyncClient(service.target) as client:
+        expected = (await greedy(client, PROMPTS[0], 4)).token_ids
+        streams = [client.generate(PROMPTS[0], max_tokens=4, ignore_eos=True, **narrow) for narrow in GREEDY]
+        generations = await asyncio.gather(*(stream.collect() for stream in streams))
+        assert [g.token_ids for g in generations] == [expected] * len(GREEDY)
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**63 - 1, -(2**63)])
+async def test_b04_every_seed_repeats_its_output(service: ServeProcess, seed: int) -> None:
+    async with AsyncClient(service.target) as client:
+        twice = [
+            await client.generate("Once", max_tokens=4, temperature=1.5, ignore_eos=True, seed=seed).collect()
+            for _ in range(2)
+        ]
+        assert twice[0].token_ids == twice[1].token_ids
+        assert twice[0].accepted.seed == seed
 
 
 async def test_what_the_model_cannot_take_is_refused_with_the_numbers(service: ServeProcess) -> None:

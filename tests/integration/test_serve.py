@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pagemill_client import AsyncClient, Finished, PagemillError, UnavailableError
+from pagemill_client import Accepted, AsyncClient, Finished, PagemillError, UnavailableError
 from pagemill_client.aio import AsyncGenerateStream
 from tests.integration.serve_process import SMALL, ServeProcess
 
@@ -29,9 +29,20 @@ async def ending(stream: AsyncGenerateStream) -> str:
     return events[-1].reason.name
 
 
-async def test_sigterm_drains_in_order_and_every_stream_ends() -> None:
+async def abort_beside_a_long_prefill(client: AsyncClient, times: int) -> None:
+    """The other request gets its tokens, however many leave meanwhile (B74)."""
+    neighbour = client.generate([7] * 400, max_tokens=2, ignore_eos=True)
+    assert isinstance(await anext(neighbour), Accepted)
+    for i in range(times):
+        async with client.generate(f"Nobody reads {i}", max_tokens=1000, ignore_eos=True) as stream:
+            assert isinstance(await anext(stream), Accepted)
+    assert len((await neighbour.collect()).token_ids) == 2
+
+
+async def test_b74_sigterm_drains_in_order_and_every_stream_ends() -> None:
     with ServeProcess("--model", "demo", *SMALL) as service:
         async with AsyncClient(service.target) as client:
+            await abort_beside_a_long_prefill(client, 50)
             streams = [client.generate(f"Story {i}:", max_tokens=48, ignore_eos=True) for i in range(6)]
             firsts = [await anext(stream) for stream in streams]
             assert len(firsts) == 6
