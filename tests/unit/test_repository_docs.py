@@ -57,6 +57,19 @@ def test_package_readme_names_every_module(readme: str, folder: str) -> None:
     assert not missing
 
 
+def test_the_tests_that_the_readme_of_tests_names_exist() -> None:
+    """A name that ends with an ellipsis stands for all that begin so."""
+    text = (ROOT / "tests" / "README.md").read_text()
+    files = {path for path in re.findall(r"`([a-z_]+/[a-z_0-9/]+(?:\.py)?)`", text) if not path.startswith("build/")}
+    assert files
+    assert not [path for path in files if not (ROOT / "tests" / path).exists()]
+    names = set(re.findall(r"`(test_[a-z0-9_]+…?)`", text))
+    defined = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    found = {name for name in names if re.search(rf"def {name.replace('…', '[a-z0-9_]*')}\(", defined)}
+    assert len(names) > 50
+    assert names - found == set()
+
+
 @pytest.mark.parametrize("role", ["scheduler", "gateway", "executor"])
 def test_image_lock_covers_what_the_role_depends_on(role: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
