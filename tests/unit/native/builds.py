@@ -23,5 +23,5 @@ def build(*flags: str) -> Path:
         pytest.skip("no g++ on PATH")
     path = Path(tempfile.mkdtemp(prefix="pagemill-kernels-")) / "kernels.so"
     sources = [SOURCES / name for name in ("dispatch.cpp", "plan.cpp", "sequence.cpp", "isa_portable.cpp")]
-    subprocess.run([compiler, *COMMON, *flags, "-o", path, *sources], check=True, timeout=100)
+    subprocess.run([compiler, *COMMON, *flags, "-o", path, *sources], check=True, timeout=250)
     return path
