@@ -29,7 +29,7 @@ from scheduler_svc.gateway.tokenizer import TextTokenizer
 from tests.unit.gateway.tiny_tokenizer import CHATML, EOS, byte_level_tokenizer
 
 MAX_MODEL_LEN = 128
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class LoopbackAsync:

@@ -85,7 +85,7 @@ class RawConnection:
             self.writer.write(frame(got.kind, ACK, 0, payload if got.kind == PING else b""))
         return got
 
-    async def is_served(self, timeout_s: float = 5.0) -> bool:
+    async def is_served(self, timeout_s: float = 20.0) -> bool:
         """Whether the server answers the preface with its settings, rather than hanging up."""
         async with asyncio.timeout(timeout_s):
             got = await self.next()

@@ -54,7 +54,7 @@ class ServeProcess:
     def target(self) -> str:
         """The gateway's address; waits until everything is ready."""
         self.wait_for(lambda: self.count(READY) > 0, START_LIMIT_S)
-        return self.wait_for(lambda: self._find("gRPC on "), 10).rpartition("gRPC on ")[2]
+        return self.wait_for(lambda: self._find("gRPC on "), 60).rpartition("gRPC on ")[2]
 
     def count(self, text: str) -> int:
         """Number of lines with `text`."""

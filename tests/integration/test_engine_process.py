@@ -49,7 +49,7 @@ class Stack:
     @staticmethod
     def _end(process: subprocess.Popen[str]) -> None:
         process.kill()
-        process.communicate(timeout=10)
+        process.communicate(timeout=30)
 
     def scheduler(self, *options: str) -> subprocess.Popen[str]:
         endpoints = (
@@ -84,7 +84,7 @@ def pump(gateway: FakeGateway, condition: Callable[[], Any]) -> None:
 
 def stop(process: subprocess.Popen[str], number: int = signal.SIGTERM) -> tuple[int, str, str]:
     process.send_signal(number)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=60)
     return process.returncode, out, err
 
 
@@ -185,7 +185,7 @@ def test_second_scheduler_on_the_same_endpoints_is_refused_with_one_line(stack: 
     gateway = stack.gateway()
     pump(gateway, lambda: gateway.num_sessions == 1)
     second = stack.scheduler()
-    _, err = second.communicate(timeout=20)
+    _, err = second.communicate(timeout=60)
     assert second.returncode == 2
     assert err.startswith("pagemill scheduler: ")
     assert "another process is already listening there" in err
@@ -199,14 +199,14 @@ def test_metrics_port_answers_and_a_taken_one_is_refused(stack: Stack, free_port
     scheduler = stack.scheduler(f"--metrics-port={port}")
     gateway = stack.gateway()
     pump(gateway, lambda: gateway.num_sessions == 1)
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         assert 'pagemill_executors{state="ready"} 0.0' in answer.read().decode()
     assert stop(scheduler)[0] == 0
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         refused = stack.scheduler(f"--metrics-port={taken.getsockname()[1]}")
-        _, err = refused.communicate(timeout=20)
+        _, err = refused.communicate(timeout=60)
     assert refused.returncode == 2
     assert "metrics cannot listen" in err.splitlines()[-1]
     assert not os.path.exists(stack.directory / "g.sock")

@@ -39,9 +39,10 @@ from tests.unit.gateway.tiny_tokenizer import EOS
 
 ROOT = Path(__file__).resolve().parents[2]
 GO_PACKAGES = Path("/usr/share/gocode/src")
-BUILD_LIMIT_S = 100.0
+BUILD_LIMIT_S = 240.0
 INSTALL_LIMIT_S = 40.0
-RUN_LIMIT_S = 20.0
+RUN_LIMIT_S = 60.0
+pytestmark = pytest.mark.timeout(300)
 
 PROMPT = "Nenne drei Flüsse."
 ANSWER = "Rhein, Rhône,\n揚子江 🙂"

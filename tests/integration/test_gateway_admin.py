@@ -19,7 +19,7 @@ from pagemill.v1 import admin_pb2 as pb
 from pagemill.v1 import admin_pb2_grpc, inference_pb2
 from scheduler_svc.gateway.config import GatewaySettings
 from scheduler_svc.gateway.server import admin_options
-from tests.integration.gateway_fixture import FakeStream, Rig, connect, reason_of, running_gateway, until
+from tests.integration.gateway_fixture import DEADLINE_S, FakeStream, Rig, connect, reason_of, running_gateway, until
 
 
 @asynccontextmanager
@@ -39,14 +39,14 @@ async def test_server_info_tells_who_answers_and_in_what_state(free_port: Callab
     async with with_admin(free_port, model_name="mine") as (rig, admin):
         rig.scheduler.status.num_executors = 2
         await until(lambda: rig.gateway.scheduler.status.num_executors == 2)
-        info = await admin.GetServerInfo(pb.GetServerInfoRequest(), timeout=5)
+        info = await admin.GetServerInfo(pb.GetServerInfoRequest(), timeout=20)
         assert (info.version, info.incarnation, info.host) == ("test", "1", "localhost")
         assert (info.model, info.model_fingerprint) == ("mine", "f" * 64)
         assert (info.ready, info.draining, info.scheduler_connected, info.scheduler_draining) == (
             True, False, True, False,
         )  # fmt: skip
         assert (info.num_executors, info.max_model_len, info.kv_capacity_tokens) == (2, 128, 4096)
-        again = await admin.GetServerInfo(pb.GetServerInfoRequest(), timeout=5)
+        again = await admin.GetServerInfo(pb.GetServerInfoRequest(), timeout=20)
         assert again.uptime_ms >= info.uptime_ms
 
 
@@ -55,10 +55,10 @@ async def test_server_info_needs_no_scheduler_and_load_does(free_port: Callable[
         rig.scheduler.answers_hello = False
         rig.scheduler.restart()
         await until(lambda: not rig.gateway.scheduler.connected)
-        info = await admin.GetServerInfo(pb.GetServerInfoRequest(), timeout=5)
+        info = await admin.GetServerInfo(pb.GetServerInfoRequest(), timeout=20)
         assert (info.ready, info.scheduler_connected) == (False, False)
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await admin.GetLoad(pb.GetLoadRequest(), timeout=5)
+            await admin.GetLoad(pb.GetLoadRequest(), timeout=20)
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
         assert reason_of(error.value) is Reason.NOT_READY
 
@@ -74,7 +74,7 @@ async def test_load_counts_calls_here_and_requests_and_blocks_there(free_port: C
         rig.scheduler.answer = lambda _: wire.AdminReply(load=theirs)
         call = rig.api.Generate(inference_pb2.GenerateRequest(text="x"), timeout=20)
         await call.read()
-        load = await admin.GetLoad(pb.GetLoadRequest(), timeout=5)
+        load = await admin.GetLoad(pb.GetLoadRequest(), timeout=20)
         assert rig.scheduler.questions == [wire.ADMIN_OPERATION_GET_LOAD]
         assert load == pb.GetLoadResponse(
             live_requests=1,
@@ -103,8 +103,8 @@ async def test_flush_and_check_are_the_schedulers(free_port: Callable[[], int]) 
         rig.scheduler.answer = lambda _: wire.AdminReply(
             num_flushed_blocks=12, violations=["block 3 in two places"], num_violations=70
         )
-        assert (await admin.FlushPrefixCache(pb.FlushPrefixCacheRequest(), timeout=5)).num_blocks == 12
-        checked = await admin.CheckInvariants(pb.CheckInvariantsRequest(), timeout=5)
+        assert (await admin.FlushPrefixCache(pb.FlushPrefixCacheRequest(), timeout=20)).num_blocks == 12
+        checked = await admin.CheckInvariants(pb.CheckInvariantsRequest(), timeout=20)
         assert (list(checked.violations), checked.num_violations) == (["block 3 in two places"], 70)
         assert rig.scheduler.questions == [
             wire.ADMIN_OPERATION_FLUSH_PREFIX_CACHE,
@@ -116,7 +116,7 @@ async def test_a_question_that_the_scheduler_cannot_answer_says_why(free_port: C
     async with with_admin(free_port) as (rig, admin):
         rig.scheduler.answer = lambda _: wire.AdminReply(error="no executor is connected")
         with pytest.raises(grpc.aio.AioRpcError, match="no executor is connected") as error:
-            await admin.CheckInvariants(pb.CheckInvariantsRequest(), timeout=5)
+            await admin.CheckInvariants(pb.CheckInvariantsRequest(), timeout=20)
         assert reason_of(error.value) is Reason.NOT_READY
 
 
@@ -138,7 +138,7 @@ async def test_a_question_ends_with_the_session_and_is_not_asked_again(free_port
 async def test_what_is_to_come_is_refused_by_name(free_port: Callable[[], int], method: str) -> None:
     async with with_admin(free_port) as (rig, admin):
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await getattr(admin, method)(getattr(pb, f"{method}Request")(), timeout=5)
+            await getattr(admin, method)(getattr(pb, f"{method}Request")(), timeout=20)
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert reason_of(error.value) is Reason.UNSUPPORTED_FEATURE
         assert method in str(error.value.details())
@@ -152,8 +152,8 @@ async def test_s10_the_clients_port_has_no_admin_service_and_the_admin_port_noth
         stub = admin_pb2_grpc.AdminServiceStub(rig.channel)  # type: ignore[no-untyped-call]
         async with connect(rig.gateway.settings.admin_port) as channel:
             for call in (
-                stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=5),
-                channel.unary_unary("/pagemill.v1.ModelService/ListModels")(b"", timeout=5),
+                stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=20),
+                channel.unary_unary("/pagemill.v1.ModelService/ListModels")(b"", timeout=20),
             ):
                 with pytest.raises(grpc.aio.AioRpcError) as error:
                     await call
@@ -168,11 +168,11 @@ async def test_the_drain_can_be_watched(free_port: Callable[[], int]) -> None:
         await call.read()
         drain = asyncio.create_task(rig.gateway.drain())
         await until(lambda: rig.gateway.registry.draining)
-        info = await admin.GetServerInfo(pb.GetServerInfoRequest(), timeout=5)
+        info = await admin.GetServerInfo(pb.GetServerInfoRequest(), timeout=20)
         assert (info.ready, info.draining) == (False, True)
-        assert (await admin.GetLoad(pb.GetLoadRequest(), timeout=5)).live_requests == 1
+        assert (await admin.GetLoad(pb.GetLoadRequest(), timeout=20)).live_requests == 1
         call.cancel()
-        await asyncio.wait_for(drain, 20)
+        await asyncio.wait_for(drain, DEADLINE_S)
 
 
 def test_s10_without_authentication_it_stays_on_this_machine() -> None:

@@ -27,7 +27,7 @@ from pagemill.v1 import inference_pb2_grpc
 from pagemill.zmq_links import GATEWAY_BOUND, ZmqHub
 from tests.integration.gateway_fixture import FakeScheduler, FakeStream, collect, rest_of, until
 
-READY_S = 20.0
+READY_S = 60.0
 
 
 class _PollableHub:
@@ -163,7 +163,7 @@ async def test_metrics_are_served_on_their_port(socket_dir: Path, free_port: Any
         url = f"http://127.0.0.1:{port}/metrics"
 
         def fetch() -> str:
-            with urllib.request.urlopen(url, timeout=5) as response:
+            with urllib.request.urlopen(url, timeout=20) as response:
                 return str(response.read().decode())
 
         text = await asyncio.to_thread(fetch)

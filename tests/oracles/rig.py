@@ -185,7 +185,7 @@ class LiveRig:
         self._links.append(link)
         return FakeGateway(link, **kwargs)
 
-    def until(self, condition: Callable[[], bool], *gateways: FakeGateway, limit_s: float = 30.0) -> None:
+    def until(self, condition: Callable[[], bool], *gateways: FakeGateway, limit_s: float = 60.0) -> None:
         deadline = time.monotonic() + limit_s
         while not condition():
             for gateway in gateways:

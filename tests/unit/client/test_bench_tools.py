@@ -60,7 +60,7 @@ def test_the_proxy_keeps_identity_and_order_and_only_delays(tmp_path_factory: py
     finally:
         done.set()
         peers[0].send(b"wake up")
-        thread.join(timeout=10)
+        thread.join(timeout=30)
         proxy.close()
         context.destroy(linger=0)
     assert not thread.is_alive()

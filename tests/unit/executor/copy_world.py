@@ -26,7 +26,7 @@ from executor_svc.kv.copy_thread import CopyThread
 Bytes = NDArray[np.uint8]
 Pairs = list[tuple[int, int]]
 BLOCK_BYTES = 64
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class NoWriteFence(CopyEngine):

@@ -15,7 +15,7 @@ from pagemill.loopback import LoopbackHub
 from pagemill.zmq_links import wait
 from tests.unit.executor.executor_fakes import Bench
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class MiniScheduler:

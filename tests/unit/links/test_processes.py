@@ -36,12 +36,12 @@ def test_it_ends_with_its_parent(child: str) -> None:
 def test_a_launched_program_whose_parent_is_gone_does_not_start() -> None:
     not_the_parent = str(os.getppid())
     command = [sys.executable, "-I", "-S", processes.__file__, not_the_parent, sys.executable, "-c", "print('started')"]
-    done = subprocess.run(command, capture_output=True, timeout=20, check=False)
+    done = subprocess.run(command, capture_output=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (-9, b"")
 
 
 def test_a_launched_program_has_its_arguments_and_status() -> None:
     code = "import sys; print(sys.argv[1:]); sys.exit(7)"
     command = [sys.executable, "-I", "-S", processes.__file__, str(os.getpid()), sys.executable, "-c", code, "a", "b c"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (7, "['a', 'b c']\n")

@@ -24,7 +24,7 @@ from pagemill.loopback import LoopbackHub
 from pagemill.zmq_links import AsyncPeer, Waiter, ZmqHub, ZmqPeer, is_identity, new_identity, wait
 
 
-def until(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
+def until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true in time"
@@ -279,7 +279,7 @@ async def test_async_peer_receives_whatever_is_sent_in_between(socket_dir: Path)
             assert peer.send(b"%d" % i) is SendOutcome.SENT
             if i % 3 == 0:
                 await asyncio.sleep(0)
-        got = [int(await asyncio.wait_for(peer.recv(), 10)) for _ in range(500)]
+        got = [int(await asyncio.wait_for(peer.recv(), 30)) for _ in range(500)]
         assert got == list(range(500))
         assert peer.recv_nowait() is None
         with pytest.raises(asyncio.TimeoutError):
